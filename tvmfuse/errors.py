@@ -1,0 +1,55 @@
+"""Every error a person can meet, each with the exit code that the command line gives it."""
+
+from __future__ import annotations
+
+
+class TvmfuseError(Exception):
+    """Base of all errors raised on purpose: the message says what, where and what to do."""
+
+    exit_code = 1
+
+
+class UsageError(TvmfuseError, ValueError):
+    """An argument makes no sense: unknown input name, wrong shape, malformed budget."""
+
+    exit_code = 2
+
+
+class ModelError(TvmfuseError, ValueError):
+    """The model file is damaged, is not ONNX, or leaves a dimension unbound."""
+
+    exit_code = 3
+
+
+class UnsupportedError(TvmfuseError):
+    """The model is well formed but uses operators that can't be compiled."""
+
+    exit_code = 4
+
+
+class TargetMismatch(TvmfuseError):
+    """An artifact or a record needs a CPU feature or a toolchain that is not here."""
+
+    exit_code = 5
+
+
+class TooNoisy(TvmfuseError):
+    """The A/A control is too unsteady for any verdict."""
+
+    exit_code = 6
+
+
+class DeviceError(TvmfuseError):
+    """A measuring device or an RPC peer is absent, died or does not answer."""
+
+    exit_code = 7
+
+
+class CheckFailed(TvmfuseError):
+    """A regression check found a difference."""
+
+    exit_code = 8
+
+
+class ScheduleRefused(TvmfuseError):
+    """A candidate is not legal for its workload on this machine; the message says why."""

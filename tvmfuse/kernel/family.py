@@ -1,0 +1,59 @@
+"""What every anchor family offers: its legal candidates, and the kernel for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from tvm import tirx
+
+from ..values import Candidate, Machine, Workload
+
+Packer = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A dense row-major tensor that a kernel reads or writes."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of a PrimFunc. `args` index Kernel.buffers, in the order of the function's parameters; outputs come last."""
+
+    func: tirx.PrimFunc
+    args: tuple[int, ...]
+    outputs: int = 1
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A workload made executable.
+
+    buffers   the anchor's inputs, then the epilogue's operands, then whatever `launches` need between and as results.
+              A constant input is listed in its packed shape.
+    inputs    how many of them come from outside (anchor inputs + operands).
+    results   which of them are the site's results.
+    packers   input index -> how the canonical constant array becomes the packed one.
+    """
+
+    buffers: tuple[Buffer, ...]
+    inputs: int
+    results: tuple[int, ...]
+    launches: tuple[Launch, ...]
+    packers: Mapping[int, Packer] = field(default_factory=dict)
+
+
+class Family(Protocol):
+    """One anchor family, one module."""
+
+    def candidates(self, workload: Workload, machine: Machine) -> tuple[Candidate, ...]:
+        """Every legal candidate, the default first, then in the order of the analytic prior."""
+
+    def kernel(self, workload: Workload, candidate: Candidate, machine: Machine) -> Kernel:
+        """Raises ScheduleRefused, with the reason, when the candidate is not legal for the workload."""
