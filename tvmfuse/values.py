@@ -340,15 +340,15 @@ class Workload:
         return self.epilogue.steps[-1].dtype if self.epilogue.steps else self.anchor.dtype
 
     def to_json(self) -> dict[str, Any]:
-        return {"anchor": {"kind": type(self.anchor).__name__, **dataclasses.asdict(self.anchor)}, "epilogue": dataclasses.asdict(self.epilogue)}
+        return {"anchor": {"type": type(self.anchor).__name__, **dataclasses.asdict(self.anchor)}, "epilogue": dataclasses.asdict(self.epilogue)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Workload:
         """Raises KeyError, TypeError or ValueError when `data` is not a workload."""
-        fields = {k: _frozen(v) for k, v in data["anchor"].items() if k != "kind"}
+        fields = {k: _frozen(v) for k, v in data["anchor"].items() if k != "type"}
         steps = tuple(Step(**{k: _frozen(v) for k, v in s.items()}) for s in data["epilogue"]["steps"])
         operands = tuple(Operand(**{k: _frozen(v) for k, v in o.items()}) for o in data["epilogue"]["operands"])
-        return Workload(ANCHORS[data["anchor"]["kind"]](**fields), Epilogue(steps, operands))
+        return Workload(ANCHORS[data["anchor"]["type"]](**fields), Epilogue(steps, operands))
 
     def hash(self) -> str:
         """Of the structure, so that equal sites of any model share their records."""

@@ -1,0 +1,25 @@
+"""What every test relies on: TVM's threads, hypothesis' profile, and each folder's marker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# TVM reads both before its first parallel call. Two threads, so that independence of the thread count means something;
+# unbound, because workers bound to cores fight with the test process beside them.
+os.environ.setdefault("TVM_NUM_THREADS", "2")
+os.environ.setdefault("TVM_BIND_THREADS", "0")
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(item.path.relative_to(TESTS).parts[0])
