@@ -1,0 +1,1 @@
+"""The model zoo, and timing against other runtimes. Not installed."""
