@@ -1,0 +1,193 @@
+"""Direct k x k convolution in NHWC as an implicit matmul: no im2col buffer, stride, dilation, padding and groups.
+
+Strategy
+    1. Weights are packed per group into panels of nr output channels, each (KH, KW, CI / groups, width) and dense.
+    2. A th x tw block of output pixels by nr channels lives in registers over the whole reduction, which ascends in kh, kw, ci.
+    3. Small images take several rows to a tile, so that 7x7 fills the registers as 56x56 does.
+    4. Padding is a zero-bordered copy or inline, see window.py.
+Rejected: im2col (writes KH * KW times the input); NCHW (its taps can't be one vector across output channels).
+Source    direct convolution with register blocking over pixels and channels: Zhang, Franchetti and Low, ICML 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..errors import ScheduleRefused
+from ..values import Candidate, Conv2d, Epilogue, Machine, Workload
+from . import emit, window
+from .emit import Flat, Index, RegisterTile
+from .family import Buffer, Kernel, Launch
+from .placement import store_tile
+from .space import assemble, candidates_of, pays_to_split, tile_cycles
+
+
+def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
+    """Legal register tiles with their padding mode, the analytically best first."""
+    anchor = workload.anchor
+    assert isinstance(anchor, Conv2d)
+    lanes = machine.isa.lanes(anchor.dtype)
+    per_group = anchor.co // anchor.groups
+    reduction = anchor.kh * anchor.kw * (anchor.ci // anchor.groups)
+    split = machine.threads if pays_to_split(workload, machine) else 1
+    found = []
+    for vectors in range(1, min(8, -(-per_group // lanes)) + 1):
+        for th, tw in _blocks(anchor, vectors, machine):
+            # the last panel, row of tiles and column of tiles may be smaller; each counts with its own cost
+            cycles = tile_cycles((anchor.oh, th), (anchor.ow, tw), (-(-per_group // lanes), vectors), reduction)
+            found.append((cycles, th, tw, vectors))
+    modes = _padding_modes(anchor)
+    unroll = anchor.ci // anchor.groups if anchor.ci // anchor.groups <= 4 else 2
+    return [
+        {"th": th, "tw": tw, "nr": vectors * lanes, "ku": unroll, "pad": mode, "threads": split}
+        for _, th, tw, vectors in sorted(found)
+        for mode in modes
+        if mode != "inline" or (th == 1 and _few_borders(anchor, tw))
+    ]
+
+
+def _blocks(anchor: Conv2d, vectors: int, machine: Machine) -> Iterator[tuple[int, int]]:
+    for tw in range(1, min(anchor.ow, 28) + 1):
+        for th in range(1, anchor.oh + 1):
+            if th > 1 and tw < anchor.ow:
+                break  # several rows only where one row can't fill the registers
+            if th * tw * vectors + vectors + 1 > machine.isa.registers:
+                break
+            yield th, tw
+
+
+def _padding_modes(anchor: Conv2d) -> tuple[str, ...]:
+    """With few channels a copy costs as much as it saves: 110 against 96 GFLOP/s on a 3-channel stem."""
+    if not any(anchor.padding):
+        return ("none",)
+    return ("inline", "copy") if anchor.ci // anchor.groups <= 4 else ("copy", "inline")
+
+
+def _few_borders(anchor: Conv2d, tw: int) -> bool:
+    return len(window.border_tiles(anchor.ow, tw, lambda first, count: crosses(anchor, first, count))[1]) <= window.MAX_BORDER_TILES
+
+
+def crosses(anchor: Conv2d, first: int, count: int) -> bool:
+    """Whether outputs first .. first + count - 1 of a row read left or right of the image."""
+    left = first * anchor.stride[1] - anchor.padding[1]
+    right = (first + count - 1) * anchor.stride[1] - anchor.padding[1] + (anchor.kw - 1) * anchor.dilation[1]
+    return left < 0 or right >= anchor.w
+
+
+def candidates(workload: Workload, machine: Machine) -> tuple[Candidate, ...]:
+    return candidates_of(workload, tiles(workload, machine))
+
+
+def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel:
+    """Y = conv(X, W) with the epilogue where the candidate places it.
+
+    Shapes   X (N,H,W,CI), W packed flat, operands as stored, Y (N,OH,OW,CO).
+    Raises   ScheduleRefused when the tile doesn't fit the registers or its padding mode doesn't go with it.
+    """
+    anchor = workload.anchor
+    assert isinstance(anchor, Conv2d)
+    lanes = machine.isa.lanes(anchor.dtype)
+    th, tw, nr = candidate["th"], candidate["tw"], candidate["nr"]
+    needed = (th * tw * nr + nr) // lanes + 1
+    if nr % lanes or needed > machine.isa.registers:
+        raise ScheduleRefused(f"a {th}x{tw}x{nr} tile needs {needed} registers, {machine.isa.name} has {machine.isa.registers}")
+    if candidate["pad"] == "inline" and (th > 1 or not _few_borders(anchor, tw)):
+        raise ScheduleRefused("inline padding needs tiles of one row of which few cross the border")
+    weights = Buffer((anchor.groups * _panel_columns(anchor, lanes) * anchor.kh * anchor.kw * (anchor.ci // anchor.groups),), anchor.dtype)
+
+    def compute(epilogue: Epilogue, operands: tuple[Buffer, ...], dtype: str) -> Launch:
+        buffers = (Buffer(anchor.input_shapes()[0], anchor.dtype), weights, *operands, Buffer(anchor.output_shape(), dtype))
+        return Launch(emit.function("conv2d", buffers, lambda x, w, *rest: _body(anchor, candidate, lanes, epilogue, x, w, rest[:-1], rest[-1])), ())
+
+    inputs = (Buffer(anchor.input_shapes()[0], anchor.dtype), weights)
+    return assemble(workload, candidate, machine, inputs, compute, {1: lambda array: pack(anchor, array, nr, lanes)})
+
+
+def _panel_columns(anchor: Conv2d, lanes: int) -> int:
+    return -(-(anchor.co // anchor.groups) // lanes) * lanes
+
+
+def _body(
+    anchor: Conv2d, candidate: Candidate, lanes: int, epilogue: Epilogue, x: Flat, w: Flat, operands: tuple[Flat, ...], out: Flat
+) -> None:
+    th, tw, nr, threads = candidate["th"], candidate["tw"], candidate["nr"], candidate["threads"]
+    per_group, channels = anchor.co // anchor.groups, anchor.ci // anchor.groups
+    inline = candidate["pad"] == "inline"
+    top, left = anchor.padding[:2] if inline else (0, 0)
+    image = window.pad(x, anchor.padding, lanes, threads) if candidate["pad"] == "copy" else x
+    taps = anchor.kh * anchor.kw * channels
+    row_stride, pixel_stride = image.strides[1], image.strides[2]
+
+    def micro(n: Index, group: Index, panel: Index, width: int, oh0: Index, rows: int, ow0: Index, columns: int) -> None:
+        tile = RegisterTile(rows * columns, width, lanes, anchor.dtype)
+        panel_width = tile.vectors * lanes
+        weights = (group * _panel_columns(anchor, lanes) + panel * nr) * taps
+
+        def column(dx: int, kw: Index) -> Index:
+            return (ow0 + dx) * anchor.stride[1] - left + kw * anchor.dilation[1]
+
+        def accumulate(kh: Index, kw: Index, blank: bool) -> None:
+            def step(ci: Index) -> None:
+                start = weights + ((kh * anchor.kw + kw) * channels + ci) * panel_width
+                row_of_w = [w.load(start + vector * lanes, lanes) for vector in range(tile.vectors)]
+                for dy in range(rows):
+                    for dx in range(columns):
+                        iw = column(dx, kw)
+                        outside = blank or (isinstance(iw, int) and not 0 <= iw < image.shape[2])
+                        if outside:
+                            value = emit.constant(0.0, anchor.dtype, lanes)
+                        else:
+                            ih = (oh0 + dy) * anchor.stride[0] - top + kh * anchor.dilation[0]
+                            at = n * image.strides[0] + ih * row_stride + iw * pixel_stride + group * channels + ci
+                            value = emit.splat(image.scalar(at), lanes)
+                        for vector in range(tile.vectors):
+                            tile.accumulate(dy * columns + dx, vector, value, row_of_w[vector])
+
+            emit.reduce_over(channels, candidate["ku"], step)
+
+        def row_of_taps(kh: Index, blank: bool) -> None:
+            if inline and isinstance(ow0, int):  # which taps are outside depends on kw: it has to be known
+                for kw in range(anchor.kw):
+                    accumulate(kh, kw, blank)
+            else:
+                with emit.loop(anchor.kw) as kw:
+                    accumulate(kh, kw, blank)
+
+        with emit.loop(anchor.kh) as kh:
+            if inline and (anchor.padding[0] or anchor.padding[2]):
+                ih = oh0 * anchor.stride[0] - top + kh * anchor.dilation[0]
+                emit.either((ih >= 0) & (ih < anchor.h), lambda: row_of_taps(kh, False), lambda: row_of_taps(kh, True))
+            else:
+                row_of_taps(kh, False)
+        store_tile(
+            tile, candidate.placement, epilogue, operands, out,
+            lambda row: [n, oh0 + row // columns, ow0 + row % columns, group * per_group + panel * nr],
+        )
+
+    panels, row_tiles, column_tiles = -(-per_group // nr), -(-anchor.oh // th), -(-anchor.ow // tw)
+    with emit.shared_loop(anchor.groups * panels * anchor.n * row_tiles * column_tiles, threads) as work:
+        group, panel, n, row_tile, column_tile = emit.unravel(work, (anchor.groups, panels, anchor.n, row_tiles, column_tiles))
+
+        def with_width(width: int) -> None:
+            emit.with_tail(row_tile, anchor.oh, th, lambda rows: with_rows(width, rows))
+
+        def with_rows(width: int, rows: int) -> None:
+            window.over_tiles(
+                column_tile, anchor.ow, tw, lambda first, count: inline and crosses(anchor, first, count),
+                lambda first, count: micro(n, group, panel, width, row_tile * th, rows, first, count),
+            )
+
+        emit.with_tail(panel, per_group, nr, with_width)
+
+
+def pack(anchor: Conv2d, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:
+    """(CO, KH, KW, CI / groups) -> flat panels per group, each (KH, KW, CI / groups, width), zero-padded to the lanes."""
+    per_group = anchor.co // anchor.groups
+    taps = np.moveaxis(array.reshape(anchor.groups, per_group, -1), 1, 2)
+    columns = _panel_columns(anchor, lanes)
+    padded = np.zeros((anchor.groups, taps.shape[1], columns), array.dtype)
+    padded[:, :, :per_group] = taps
+    panels = [padded[:, :, start : min(start + nr, columns)].reshape(anchor.groups, -1) for start in range(0, columns, nr)]
+    return np.ascontiguousarray(np.concatenate(panels, axis=1)).reshape(-1)

@@ -1,0 +1,128 @@
+"""Depthwise convolution in NHWC: one vector of channels is multiplied elementwise at each tap.
+
+Strategy
+    1. tw output pixels by nr channels live in registers; the taps are unrolled, so that neighbouring pixels share their loads.
+    2. Padding is inline, see window.py: a copy costs more than the convolution (26-68 against 100-110 GFLOP/s on 3x3).
+    3. Rows are the outer loop: the KH rows of input that a row of output reads stay in L1 or L2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import ScheduleRefused
+from ..values import Candidate, Conv2d, Epilogue, Machine, Workload
+from . import emit, window
+from .conv2d import crosses
+from .emit import Flat, Index, RegisterTile
+from .family import Buffer, Kernel, Launch
+from .placement import store_tile
+from .space import assemble, candidates_of, streams_long_enough_to_split
+
+
+def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
+    """Legal tiles: enough accumulators to hide an FMA's latency, few enough for the registers."""
+    anchor = workload.anchor
+    assert isinstance(anchor, Conv2d)
+    lanes = machine.isa.lanes(anchor.dtype)
+    split = machine.threads if streams_long_enough_to_split(workload, machine) else 1
+    found = []
+    for vectors in range(1, min(4, -(-anchor.co // lanes)) + 1):
+        for tw in range(1, min(anchor.ow, 14) + 1):
+            held = tw * vectors
+            if held + vectors + 1 > machine.isa.registers:
+                break
+            if len(_borders(anchor, tw)) > window.MAX_BORDER_TILES:
+                continue
+            tiles_in_row = -(-anchor.ow // tw) * -(-(-(-anchor.co // lanes)) // vectors)
+            # loads of one row of taps: each input pixel once, each weight once; 8 FMAs must be in flight to cover their latency
+            pixels = (tw - 1) * anchor.stride[1] + (anchor.kw - 1) * anchor.dilation[1] + 1
+            step = max(held * anchor.kw, (min(pixels, tw * anchor.kw) + anchor.kw) * vectors, 4 * anchor.kw)
+            found.append((tiles_in_row * (anchor.kh * step + held + 8), tw, vectors))
+    return [{"tw": tw, "nr": vectors * lanes, "threads": split} for _, tw, vectors in sorted(found)]
+
+
+def _borders(anchor: Conv2d, tw: int) -> list[int]:
+    return window.border_tiles(anchor.ow, tw, lambda first, count: crosses(anchor, first, count))[1]
+
+
+def candidates(workload: Workload, machine: Machine) -> tuple[Candidate, ...]:
+    return candidates_of(workload, tiles(workload, machine))
+
+
+def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel:
+    """Y[n,oh,ow,c] = sum over kh, kw of X[n,ih,iw,c] * W[kh,kw,c] with the epilogue where the candidate places it.
+
+    Shapes   X (N,H,W,C), W packed (KH,KW,C), operands as stored, Y (N,OH,OW,C).
+    Raises   ScheduleRefused when the tile doesn't fit the registers.
+    """
+    anchor = workload.anchor
+    assert isinstance(anchor, Conv2d)
+    lanes = machine.isa.lanes(anchor.dtype)
+    needed = (candidate["tw"] * candidate["nr"] + candidate["nr"]) // lanes + 1
+    if candidate["nr"] % lanes or needed > machine.isa.registers:
+        raise ScheduleRefused(f"a {candidate['tw']}x{candidate['nr']} tile needs {needed} registers, {machine.isa.name} has {machine.isa.registers}")
+    inputs = (Buffer(anchor.input_shapes()[0], anchor.dtype), Buffer((anchor.kh, anchor.kw, anchor.co), anchor.dtype))
+
+    def compute(epilogue: Epilogue, operands: tuple[Buffer, ...], dtype: str) -> Launch:
+        buffers = (*inputs, *operands, Buffer(anchor.output_shape(), dtype))
+        return Launch(emit.function("depthwise", buffers, lambda x, w, *rest: _body(anchor, candidate, lanes, epilogue, x, w, rest[:-1], rest[-1])), ())
+
+    return assemble(workload, candidate, machine, inputs, compute, {1: pack})
+
+
+def _body(
+    anchor: Conv2d, candidate: Candidate, lanes: int, epilogue: Epilogue, x: Flat, w: Flat, operands: tuple[Flat, ...], out: Flat
+) -> None:
+    tw, nr = candidate["tw"], candidate["nr"]
+    top, left, bottom, _ = anchor.padding
+
+    def micro(n: Index, oh: Index, ow0: Index, columns: int, channel0: Index, width: int) -> None:
+        tile = RegisterTile(columns, width, lanes, anchor.dtype)
+
+        def row_of_taps(kh: int, blank: bool) -> None:
+            for kw in range(anchor.kw):
+                weights = [
+                    w.load((kh * anchor.kw + kw) * anchor.co + channel0 + vector * lanes, lanes, tile.valid(vector))
+                    for vector in range(tile.vectors)
+                ]
+                for dx in range(columns):
+                    ih = oh * anchor.stride[0] - top + kh * anchor.dilation[0]
+                    iw = (ow0 + dx) * anchor.stride[1] - left + kw * anchor.dilation[1]
+                    outside = blank or (isinstance(iw, int) and not 0 <= iw < anchor.w)
+                    at = n * x.strides[0] + ih * x.strides[1] + iw * x.strides[2] + channel0
+                    for vector in range(tile.vectors):
+                        if outside:
+                            value = emit.constant(0.0, anchor.dtype, lanes)
+                        else:
+                            value = x.load(at + vector * lanes, lanes, tile.valid(vector))
+                        tile.accumulate(dx, vector, value, weights[vector])
+
+        def taps(kh: int) -> None:
+            ih = oh * anchor.stride[0] - top + kh * anchor.dilation[0]
+            if not (top or bottom):
+                row_of_taps(kh, False)
+            elif isinstance(ih, int):
+                row_of_taps(kh, not 0 <= ih < anchor.h)
+            else:
+                emit.either((ih >= 0) & (ih < anchor.h), lambda: row_of_taps(kh, False), lambda: row_of_taps(kh, True))
+
+        for kh in range(anchor.kh):
+            taps(kh)
+        store_tile(tile, candidate.placement, epilogue, operands, out, lambda row: [n, oh, ow0 + row, channel0])
+
+    panels, column_tiles = -(-anchor.co // nr), -(-anchor.ow // tw)
+    with emit.shared_loop(anchor.n * anchor.oh, candidate["threads"]) as line, emit.loop(panels * column_tiles) as work:
+        n, oh, panel, column_tile = line // anchor.oh, line % anchor.oh, work // column_tiles, work % column_tiles
+        emit.with_tail(
+            panel, anchor.co, nr,
+            lambda width: window.over_tiles(
+                column_tile, anchor.ow, tw, lambda first, count: crosses(anchor, first, count),
+                lambda first, count: micro(n, oh, first, count, panel * nr, width),
+            ),
+        )
+
+
+def pack(array: np.ndarray) -> np.ndarray:
+    """(C, KH, KW, 1) -> (KH, KW, C)."""
+    return np.ascontiguousarray(np.moveaxis(array[..., 0], 0, 2))

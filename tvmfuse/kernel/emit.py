@@ -1,0 +1,228 @@
+"""Loops, vectors and register tiles: the few forms from which every kernel of ours is emitted.
+
+Kernels are written as explicit vector code through TVM's IRBuilder, with their loops in place. Tails are masked loads
+and stores on a tile of the remaining size: a scalar loop never appears, and each output element stays in one lane.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from . import rounding
+from .family import Buffer
+
+Index = Expr | int
+
+
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a dense row-major tensor, in elements."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+class Flat:
+    """A dense buffer addressed by one linear element offset, in vectors of any length."""
+
+    def __init__(self, buffer: tirx.Buffer, shape: Sequence[int], dtype: str) -> None:
+        self.shape, self.dtype, self.strides = tuple(shape), dtype, strides(shape)
+        self._buffer = buffer
+
+    def reshaped(self, shape: Sequence[int]) -> Flat:
+        return Flat(self._buffer, shape, self.dtype)
+
+    def scalar(self, offset: Index) -> Expr:
+        return tirx.BufferLoad(self._buffer, [offset])
+
+    def load(self, offset: Index, lanes: int, valid: int | None = None, stride: int = 1) -> Expr:
+        """`lanes` elements from `offset`; those from `valid` on are not read."""
+        if lanes == 1:
+            return self.scalar(offset)
+        index = tirx.Ramp(_int(offset), _int(stride), lanes)
+        if valid is None or valid >= lanes:
+            return tirx.BufferLoad(self._buffer, [index])
+        if stride == 1:
+            return T.masked_load(vector_type(self.dtype, lanes), self._buffer, index, mask(lanes, valid))
+        lane = tirx.Min(tirx.Ramp(_int(0), _int(1), lanes), splat(_int(valid - 1), lanes))
+        return tirx.BufferLoad(self._buffer, [splat(_int(offset), lanes) + lane * splat(_int(stride), lanes)])
+
+    def store(self, offset: Index, value: Expr, lanes: int, valid: int | None = None) -> None:
+        """Lanes from `valid` on leave memory untouched."""
+        index = tirx.Ramp(_int(offset), _int(1), lanes) if lanes > 1 else offset
+        if valid is None or valid >= lanes:
+            T.buffer_store(self._buffer, value, [index])
+        else:
+            T.evaluate(T.masked_store(self._buffer, value, index, mask(lanes, valid)))
+
+
+def _int(value: Index) -> Expr:
+    return tirx.const(value, "int32") if isinstance(value, int) else value
+
+
+def vector_type(dtype: str, lanes: int) -> str:
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def mask(lanes: int, valid: int) -> Expr:
+    """True in the first `valid` lanes; both are known here, so LLVM sees a constant."""
+    return tirx.Ramp(_int(0), _int(1), lanes) < tirx.Broadcast(_int(valid), lanes)
+
+
+def splat(value: Expr, lanes: int) -> Expr:
+    return tirx.Broadcast(value, lanes) if lanes > 1 else value
+
+
+def constant(value: float, dtype: str, lanes: int) -> Expr:
+    return splat(tirx.const(value, dtype), lanes)
+
+
+def function(name: str, buffers: Sequence[Buffer], body: Callable[..., None]) -> tirx.PrimFunc:
+    """A PrimFunc over dense buffers; `body` gets a `Flat` for each.
+
+    Buffers may be unaligned: align is the element's size, since three in four NumPy arrays aren't 64-byte aligned and an
+    aligned AVX-512 access to them faults. Unaligned accesses that happen to be aligned cost nothing.
+    """
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+        declared = [T.arg(f"p{i}", T.buffer(b.shape, b.dtype, align=_bytes(b.dtype))) for i, b in enumerate(buffers)]
+        body(*(Flat(_linear(arg, b), b.shape, b.dtype) for arg, b in zip(declared, buffers, strict=True)))
+    return builder.get()
+
+
+def _linear(declared: tirx.Buffer, buffer: Buffer) -> tirx.Buffer:
+    return T.decl_buffer((math.prod(buffer.shape),), buffer.dtype, data=declared.data, align=_bytes(buffer.dtype))
+
+
+def _bytes(dtype: str) -> int:
+    return {"bool": 1, "int8": 1, "uint8": 1, "float16": 2, "int32": 4, "float32": 4}.get(dtype, 8)
+
+
+def scratch(size: int, dtype: str) -> Flat:
+    """Working memory inside a kernel, private to the thread that reaches it."""
+    return Flat(T.alloc_buffer((size,), dtype, scope="global", align=64), (size,), dtype)
+
+
+@contextlib.contextmanager
+def loop(extent: int) -> Iterator[Index]:
+    """A serial loop; one step emits none."""
+    if extent == 1:
+        yield 0
+    else:
+        with T.serial(0, extent) as index:
+            yield index
+
+
+@contextlib.contextmanager
+def shared_loop(extent: int, threads: int) -> Iterator[Index]:
+    """A loop whose steps are spread over at most `threads` threads in contiguous, even runs.
+
+    With one thread no parallel region is emitted at all, so that a serial kernel never wakes a pool.
+    """
+    threads = min(threads, extent)
+    if threads == 1:
+        with loop(extent) as index:
+            yield index
+        return
+    run = -(-extent // threads)
+    with T.parallel(0, threads) as thread, T.serial(0, run) as step:
+        index = thread * run + step
+        if extent % threads:
+            with T.If(index < extent), T.Then():
+                yield index
+        else:
+            yield index
+
+
+def reduce_over(extent: int, unroll: int, step: Callable[[Index], None]) -> None:
+    """step(0), step(1), ... in ascending order, `unroll` of them to a loop body."""
+    whole = extent // unroll
+    if whole:
+        with loop(whole) as outer:
+            for inner in range(unroll):
+                step(outer * unroll + inner)
+    for rest in range(whole * unroll, extent):
+        step(rest)
+
+
+def with_tail(tile: Index, extent: int, size: int, body: Callable[[int], None]) -> None:
+    """body(size) for whole tiles, body(extent % size) for the last one when it is smaller."""
+    whole, rest = divmod(extent, size)
+    if not rest:
+        body(size)
+    elif not whole:
+        body(rest)
+    else:
+        either(tile < whole, lambda: body(size), lambda: body(rest))
+
+
+def unravel(position: Index, shape: Sequence[int]) -> list[Index]:
+    """The index in `shape` of the element at linear `position`."""
+    index: list[Index] = []
+    for extent in reversed(shape):
+        index.append(position % extent if extent > 1 else 0)
+        position = position // extent
+    return index[::-1]
+
+
+def either(condition: Expr, yes: Callable[[], None], no: Callable[[], None]) -> None:
+    with T.If(condition):
+        with T.Then():
+            yes()
+        with T.Else():
+            no()
+
+
+class RegisterTile:
+    """rows x vectors accumulators that LLVM keeps in registers: every index into them is a constant.
+
+    `valid` is how many elements of the tile's width are real; the last vector is masked when they don't fill it.
+    """
+
+    def __init__(self, rows: int, width: int, lanes: int, dtype: str) -> None:
+        self.rows, self.lanes, self.dtype, self.width = rows, lanes, dtype, width
+        self.vectors = -(-width // lanes)
+        self._registers = T.alloc_buffer((rows * self.vectors * lanes,), dtype, scope="local", align=64)
+        for slot in range(rows * self.vectors):
+            self._set(slot, constant(0.0, dtype, lanes))
+
+    def valid(self, vector: int) -> int:
+        return min(self.lanes, self.width - vector * self.lanes)
+
+    def _set(self, slot: int, value: Expr) -> None:
+        start = slot * self.lanes
+        T.buffer_store(self._registers, value, [tirx.Ramp(_int(start), _int(1), self.lanes) if self.lanes > 1 else start])
+
+    def __getitem__(self, at: tuple[int, int]) -> Expr:
+        row, vector = at
+        start = (row * self.vectors + vector) * self.lanes
+        return tirx.BufferLoad(self._registers, [tirx.Ramp(_int(start), _int(1), self.lanes) if self.lanes > 1 else start])
+
+    def accumulate(self, row: int, vector: int, a: Expr, b: Expr) -> None:
+        """accumulator += a * b, rounded once."""
+        self._set(row * self.vectors + vector, rounding.fma(a, b, self[row, vector]))
+
+
+def each_vector(count: int, lanes: int, body: Callable[[Index, int], None]) -> None:
+    """body(offset, valid) for whole vectors in a loop, then for what is left."""
+    whole, rest = divmod(count, lanes)
+    if whole:
+        with loop(whole) as step:
+            body(step * lanes, lanes)
+    if rest:
+        body(whole * lanes, rest)
+
+
+def fill(target: Flat, offset: Index, count: int, lanes: int) -> None:
+    """Zeros."""
+    zero = constant(0.0, target.dtype, lanes)
+    each_vector(count, lanes, lambda at, valid: target.store(offset + at, zero, lanes, valid))
+
+
+def copy(target: Flat, to: Index, source: Flat, start: Index, count: int, lanes: int) -> None:
+    each_vector(count, lanes, lambda at, valid: target.store(to + at, source.load(start + at, lanes, valid), lanes, valid))

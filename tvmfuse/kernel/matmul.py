@@ -1,0 +1,154 @@
+"""Matrix multiplication, batched or not, with M from 1 upwards: packed B, a register tile, k ascending.
+
+Strategy
+    1. B is packed into panels of nr columns, each (K, width) and dense; the last panel is as wide as what is left.
+    2. Each mr x nr tile of C lives in registers for the whole k loop: one broadcast of A against the panel's row.
+    3. Tiles are ordered panel by panel, so that a panel stays in cache while the rows of A pass.
+    4. Rows and columns that don't fill a tile get a smaller tile of their own.
+Rejected: splitting k over accumulators or threads (bits would depend on it); padding M (wasted work on tall, thin A).
+Source    the register-tile form is BLIS's micro-kernel (Van Zee and van de Geijn, TOMS 2015, section 4).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import tirx
+
+from ..errors import ScheduleRefused
+from ..values import Candidate, Epilogue, Machine, Matmul, Workload
+from . import emit
+from .emit import Flat, Index, RegisterTile
+from .family import Buffer, Kernel, Launch
+from .placement import store_tile
+from .space import assemble, candidates_of, pays_to_split, tile_cycles
+
+
+def packed_columns(anchor: Matmul, lanes: int) -> int:
+    return -(-anchor.n // lanes) * lanes
+
+
+def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
+    """Legal register tiles, the analytically best first.
+
+    A tile needs rows * vectors accumulators, a row of B and one broadcast.
+    """
+    anchor = workload.anchor
+    assert isinstance(anchor, Matmul)
+    lanes = machine.isa.lanes(anchor.dtype)
+    vectors_in_n = -(-anchor.n // lanes)
+    found: dict[tuple[int, int], float] = {}
+    for vectors in range(1, 17):
+        if vectors > vectors_in_n:
+            break
+        for rows in range(1, 29):
+            if rows > anchor.m or rows * vectors + vectors + 1 > machine.isa.registers:
+                continue
+            found[rows, vectors] = tile_cycles((anchor.m, rows), (1, 1), (vectors_in_n, vectors), anchor.k)
+    split = machine.threads if pays_to_split(workload, machine) else 1
+    ordered = sorted(found, key=lambda tile: (found[tile], tile))
+    return [{"mr": rows, "nr": vectors * lanes, "ku": 4 if rows * vectors <= 8 else 2, "threads": split} for rows, vectors in ordered]
+
+
+def candidates(workload: Workload, machine: Machine) -> tuple[Candidate, ...]:
+    return candidates_of(workload, tiles(workload, machine))
+
+
+def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel:
+    """C = A x B with the epilogue where the candidate places it.
+
+    Shapes   A and B as the anchor says, a constant B packed flat (batch * K * columns,), operands as stored, C in the anchor's order.
+    Raises   ScheduleRefused when the tile doesn't fit the registers or B would have to be packed at run time by the caller.
+    """
+    anchor = workload.anchor
+    assert isinstance(anchor, Matmul)
+    lanes = machine.isa.lanes(anchor.dtype)
+    mr, nr = candidate["mr"], candidate["nr"]
+    if nr % lanes or (mr * nr + nr) // lanes + 1 > machine.isa.registers:
+        raise ScheduleRefused(f"a {mr}x{nr} tile needs {(mr * nr + nr) // lanes + 1} registers, {machine.isa.name} has {machine.isa.registers}")
+    a_shape, b_shape = anchor.input_shapes()
+    panel = b_packed = Buffer((anchor.batch * anchor.k * packed_columns(anchor, lanes),), anchor.dtype)
+    packs_here = not anchor.constant_b and not (anchor.b.endswith("n"))
+    direct = not anchor.constant_b and not packs_here
+
+    def compute(epilogue: Epilogue, operand_buffers: tuple[Buffer, ...], dtype: str) -> Launch:
+        buffers = (Buffer(a_shape, anchor.dtype), Buffer(b_shape, anchor.dtype) if direct else b_packed, *operand_buffers, Buffer(anchor.output_shape(), dtype))
+        func = emit.function("matmul", buffers, lambda a, b, *rest: _body(anchor, candidate, lanes, direct, epilogue, a, b, rest[:-1], rest[-1]))
+        return Launch(func, ())
+
+    first = Buffer(b_shape, anchor.dtype) if not anchor.constant_b else panel
+    packers = {1: lambda array: pack(anchor, array, nr, lanes)} if anchor.constant_b else {}
+    prepare = (Launch(_pack_function(anchor, nr, lanes), ()), b_packed, 1) if packs_here else None
+    return assemble(workload, candidate, machine, (Buffer(a_shape, anchor.dtype), first), compute, packers, prepare)
+
+
+def _axis_strides(order: str, anchor: Matmul) -> dict[str, int]:
+    shape = [anchor.extent(axis) for axis in order]
+    return {"b": 0, **dict(zip(order, emit.strides(shape), strict=True))}
+
+
+def _body(
+    anchor: Matmul, candidate: Candidate, lanes: int, direct: bool, epilogue: Epilogue, a: Flat, b: Flat, operands: tuple[Flat, ...], out: Flat
+) -> None:
+    mr, nr, unroll = candidate["mr"], candidate["nr"], candidate["ku"]
+    a_stride, b_stride = _axis_strides(anchor.a, anchor), _axis_strides(anchor.b, anchor)
+    columns = packed_columns(anchor, lanes)
+
+    def micro(batch: Index, row0: Index, rows: int, column0: Index, width: int) -> None:
+        tile = RegisterTile(rows, width, lanes, anchor.dtype)
+        panel_width = tile.vectors * lanes
+
+        def step(k: Index) -> None:
+            if direct:
+                start = batch * b_stride["b"] + k * b_stride["k"] + column0
+            else:
+                start = batch * (anchor.k * columns) + column0 * anchor.k + k * panel_width
+            row_of_b = [
+                b.load(start + vector * lanes, lanes, tile.valid(vector) if direct else None) for vector in range(tile.vectors)
+            ]
+            for row in range(rows):
+                value = emit.splat(a.scalar(batch * a_stride["b"] + (row0 + row) * a_stride["m"] + k * a_stride["k"]), lanes)
+                for vector in range(tile.vectors):
+                    tile.accumulate(row, vector, value, row_of_b[vector])
+
+        emit.reduce_over(anchor.k, unroll, step)
+        position = {"b": batch, "n": column0}
+        store_tile(
+            tile, candidate.placement, epilogue, operands, out,
+            lambda row: [row0 + row if axis == "m" else position[axis] for axis in anchor.c],
+        )
+
+    panels, row_tiles = -(-anchor.n // nr), -(-anchor.m // mr)
+    with emit.shared_loop(anchor.batch * panels * row_tiles, candidate["threads"]) as work:
+        batch, panel, row_tile = work // (panels * row_tiles), work // row_tiles % panels, work % row_tiles
+        emit.with_tail(
+            panel, anchor.n, nr,
+            lambda width: emit.with_tail(row_tile, anchor.m, mr, lambda rows: micro(batch, row_tile * mr, rows, panel * nr, width)),
+        )
+
+
+def pack(anchor: Matmul, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:
+    """B in its stored order -> flat panels, each (K, width) with width a multiple of the lanes, zero-padded."""
+    order = [anchor.b.index(axis) for axis in ("b", "k", "n") if axis in anchor.b]
+    dense = np.transpose(array, order).reshape(anchor.batch if "b" in anchor.b else 1, anchor.k, anchor.n)
+    columns = packed_columns(anchor, lanes)
+    padded = np.zeros((dense.shape[0], anchor.k, columns), array.dtype)
+    padded[:, :, : anchor.n] = dense
+    panels = [padded[:, :, start : min(start + nr, columns)].reshape(dense.shape[0], -1) for start in range(0, columns, nr)]
+    return np.ascontiguousarray(np.concatenate(panels, axis=1)).reshape(-1)
+
+
+def _pack_function(anchor: Matmul, nr: int, lanes: int) -> tirx.PrimFunc:
+    """The run-time twin of `pack`, for a B that is computed by the model and whose columns aren't contiguous."""
+    stride, columns = _axis_strides(anchor.b, anchor), packed_columns(anchor, lanes)
+    size = anchor.batch * anchor.k * columns
+
+    def body(b: Flat, packed: Flat) -> None:
+        with emit.loop(anchor.batch) as batch, emit.loop(anchor.k) as k:
+            for column in range(0, columns, lanes):
+                panel = column // nr * nr
+                source = batch * stride["b"] + k * stride["k"] + column * stride["n"]
+                target = batch * (anchor.k * columns) + panel * anchor.k + k * min(nr, columns - panel) + column - panel
+                packed.store(target, b.load(source, lanes, anchor.n - column, stride["n"]), lanes)
+
+    shape = tuple(anchor.extent(axis) for axis in anchor.b)
+    return emit.function("pack", (Buffer(shape, anchor.dtype), Buffer((size,), anchor.dtype)), body)

@@ -1,0 +1,107 @@
+"""What all anchor families share: placements x cuts x tiles as candidates, and the launches that a candidate comes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from ..errors import ScheduleRefused
+from ..values import Candidate, Elementwise, Epilogue, Machine, Workload
+from . import elementwise
+from .family import Buffer, Kernel, Launch, Packer
+
+# A parallel region costs some microseconds to wake (docs of TVM's thread pool; about 5 us seen here): below four times that it loses.
+SPLIT_PAYS_S = 20e-6
+# Only for that decision: a core of 3 GHz with two FMA ports, or 8 GB/s to and from memory.
+CORE_HZ, STREAM_BYTES_PER_S = 3e9, 8e9
+
+
+def pays_to_split(workload: Workload, machine: Machine) -> bool:
+    flop_per_s = 4 * machine.isa.lanes(workload.anchor.dtype) * CORE_HZ
+    return machine.threads > 1 and workload.anchor.flop() / flop_per_s > SPLIT_PAYS_S
+
+
+def streams_long_enough_to_split(workload: Workload, machine: Machine) -> bool:
+    """For anchors that are bound by memory: bytes in and out once."""
+    elements = sum(math.prod(shape) for shape in (*workload.anchor.input_shapes(), workload.anchor.output_shape()))
+    return machine.threads > 1 and 4 * elements / STREAM_BYTES_PER_S > SPLIT_PAYS_S
+
+
+def tile_cycles(rows: tuple[int, int], columns: tuple[int, int], vectors: tuple[int, int], reduction: int) -> float:
+    """Cycles of all register tiles, each argument an (extent, tile) pair: the analytic prior of broadcast-times-vector kernels.
+
+    Per step of the reduction a tile of r rows x v vectors issues r * v FMAs at two a cycle and r + v loads at two a cycle, and no
+    accumulator can be updated more often than every 4 cycles, an FMA's latency. Smaller tiles at the edges count with their own cost.
+    """
+    cycles = 0.0
+    for row_tiles, r in _parts(*rows):
+        for column_tiles, c in _parts(*columns):
+            for vector_tiles, v in _parts(*vectors):
+                step = max(r * c * v / 2, (r * c + v) / 2, 4.0)
+                cycles += row_tiles * column_tiles * vector_tiles * (reduction * step + r * c * v + 10)
+    return cycles
+
+
+def _parts(extent: int, tile: int) -> list[tuple[int, int]]:
+    """(how many, how large): the whole tiles and the rest."""
+    return [(count, size) for count, size in ((extent // tile, tile), (1, extent % tile)) if count and size]
+
+
+def candidates_of(workload: Workload, tiles: Sequence[Mapping[str, int | str]]) -> tuple[Candidate, ...]:
+    """The default first: the whole epilogue in registers on the best tile; then tile by tile, every placement and cut."""
+    epilogue = workload.epilogue
+    whole = len(epilogue.steps)
+    found = []
+    for tile in tiles:
+        knobs = tuple(sorted(tile.items()))
+        found.append(Candidate("register", whole, knobs))
+        if not whole:
+            continue
+        cuts = [cut for cut in epilogue.legal_cuts() if cut]
+        found += [Candidate("tile", cut, knobs) for cut in reversed(cuts)]
+        found += [Candidate("register", cut, knobs) for cut in reversed(cuts) if cut != whole]
+        found.append(Candidate("separate", 0, knobs))
+    return tuple(found)
+
+
+def assemble(
+    workload: Workload,
+    candidate: Candidate,
+    machine: Machine,
+    anchor_buffers: tuple[Buffer, ...],
+    compute: Callable[[Epilogue, tuple[Buffer, ...], str], Launch],
+    packers: Mapping[int, Packer],
+    prepare: tuple[Launch, Buffer, int] | None = None,
+) -> Kernel:
+    """The anchor with the first part of the epilogue, then the rest of it as an elementwise pass.
+
+    compute   (epilogue, its operand buffers, output dtype) -> the anchor's launch, its arguments still to be bound.
+    prepare   (launch, result, input): a first launch that turns anchor input `input` into `result`, which then stands in its place.
+    """
+    anchor, epilogue = workload.anchor, workload.epilogue
+    if (candidate.placement == "separate") != (candidate.cut == 0 and bool(epilogue.steps)):
+        raise ScheduleRefused(f"placement {candidate.placement!r} doesn't go with cut {candidate.cut}")
+    if candidate.cut not in epilogue.legal_cuts():
+        raise ScheduleRefused(f"cut {candidate.cut} leaves more than one value live; legal: {epilogue.legal_cuts()}")
+    head, tail = epilogue.split(candidate.cut)
+    head_order, tail_order = epilogue.operand_order(candidate.cut)
+    operands = tuple(Buffer(o.shape, o.dtype) for o in epilogue.operands)
+    buffers = [*anchor_buffers, *operands]
+    inputs, first_operand = len(buffers), len(anchor_buffers)
+    anchor_args, launches = list(range(first_operand)), []
+    if prepare is not None:
+        launch, result, source = prepare
+        launches.append(Launch(launch.func, (source, len(buffers))))
+        anchor_args[source] = len(buffers)
+        buffers.append(result)
+    dtype = head.steps[-1].dtype if head.steps else anchor.dtype
+    shape = anchor.output_shape()
+    launch = compute(head, tuple(operands[i] for i in head_order), dtype)
+    launches.append(Launch(launch.func, (*anchor_args, *(first_operand + i for i in head_order), len(buffers))))
+    buffers.append(Buffer(shape, dtype))
+    if tail.steps:
+        second = Workload(Elementwise(shape, dtype), tail)
+        (after,) = elementwise.kernel(second, elementwise.candidates(second, machine)[0], machine).launches
+        launches.append(Launch(after.func, (len(buffers) - 1, *(first_operand + i for i in tail_order), len(buffers))))
+        buffers.append(Buffer(shape, workload.output_dtype))
+    return Kernel(tuple(buffers), inputs, (len(buffers) - 1,), tuple(launches), packers)
