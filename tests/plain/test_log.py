@@ -1,0 +1,182 @@
+"""What the tuning log remembers, and for whom a record counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from tvmfuse.decide.log import Conditions, Log, Record
+from tvmfuse.values import Candidate, Epilogue, Host, Matmul, Measurement, Operand, Step, Verdict, Workload
+
+HOST = Host("AuthenticAMD", 25, 17, 1, ("avx2", "avx512f", "fma"), 32 << 10, 1 << 20, 32 << 20)
+TOOLCHAIN = {"tvmfuse": "0.1", "tvm": "0.27.0", "tvm_ffi": "0.1.14", "llvm": "22.1.0"}
+HERE = Conditions(HOST, 1, TOOLCHAIN, "d1")
+BIAS_RELU = Epilogue((Step("add", ("%0", "$0")), Step("relu", ("%1",))), (Operand((64,), (2,), constant=True),))
+WORKLOAD = Workload(Matmul(1, 8, 64, 32), BIAS_RELU)
+TILE, APART = Candidate("tile", 2, (("mr", 6), ("nr", 64))), Candidate("separate", 0, (("mr", 6), ("nr", 64)))
+
+
+def verdict(candidate: Candidate = TILE, outcome: str = "wins", ratio: float = 0.9) -> Verdict:
+    return Verdict(outcome, candidate, ratio, (ratio - 0.01, ratio + 0.01), 0.004, 15, "because")  # type: ignore[arg-type]
+
+
+def best(log: Log, host: Host = HOST, threads: int = 1, toolchain: dict[str, str] = TOOLCHAIN, digest: str = "d1"):  # noqa: ANN201
+    return log.best(WORKLOAD, host, threads, toolchain, digest)
+
+
+def test_records_come_back_as_written(tmp_path: Path) -> None:
+    records = [
+        Record.of(WORKLOAD, Measurement(TILE, (1e-6, 2e-6)), HERE),
+        Record.of(WORKLOAD, Measurement(APART, error="SIGSEGV"), HERE),
+        Record.of(WORKLOAD, verdict(), HERE),
+        Record.of(WORKLOAD, verdict(outcome="keeps default"), HERE, "model_gate"),
+    ]
+    Log([tmp_path]).append(*records)
+    again = Log([tmp_path])
+    assert list(again.records()) == records
+    assert again.stats() == {"measurement": 2, "verdict": 1, "model_gate": 1, "failed": 1, "damaged": 0}
+
+
+def test_file_is_named_after_the_host_and_has_the_promised_fields(tmp_path: Path) -> None:
+    Log([tmp_path]).append(Record.of(WORKLOAD, verdict(), HERE))
+    line = json.loads((tmp_path / f"{HOST.key}.jsonl").read_text())
+    promised = "schema kind workload workload_hash host threads toolchain kernel_digest candidate times_s aa_noise ci verdict error crc"
+    assert set(promised.split()) <= set(line)
+    assert set(line["candidate"]) == {"family", "placement", "cut", "knobs"}
+
+
+def test_same_conditions_are_used(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(), HERE))
+    for known in (log, Log([tmp_path])):
+        match = best(known)
+        assert match is not None and (match.kind, match.candidate) == ("use", TILE)
+
+
+def test_lowest_ratio_wins_among_winners(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(APART, ratio=0.8), HERE), Record.of(WORKLOAD, verdict(TILE, ratio=0.9), HERE))
+    assert best(log).candidate == APART
+
+
+def test_default_that_was_measured_to_stay_is_a_match_without_candidate(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(outcome="undecided"), HERE))
+    match = best(log)
+    assert match.kind == "use" and match.candidate is None
+
+
+def test_too_noisy_is_no_match(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(outcome="too noisy"), HERE))
+    assert best(log) is None
+
+
+def test_newer_verdict_or_model_gate_overrules_a_win(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(), HERE))
+    log.append(Record.of(WORKLOAD, verdict(outcome="keeps default"), HERE, "model_gate"))
+    assert best(log).candidate is None
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {"host": dataclasses.replace(HOST, stepping=2)},
+        {"toolchain": {**TOOLCHAIN, "tvm": "0.28.0"}},
+        {"toolchain": {**TOOLCHAIN, "llvm": "23.1.0"}},
+        {"digest": "d2"},
+    ],
+)
+def test_other_cpu_compiler_or_kernel_is_a_hint(tmp_path: Path, elsewhere: dict) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(), HERE))
+    match = best(log, **elsewhere)
+    assert match is not None and (match.kind, match.candidate) == ("hint", TILE)
+
+
+def test_release_of_tvmfuse_alone_keeps_records(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(), HERE))
+    assert best(log, toolchain={**TOOLCHAIN, "tvmfuse": "9.9", "tvm_ffi": "0.1.15"}).kind == "use"
+
+
+def test_record_that_needs_a_missing_feature_never_matches(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(), HERE))
+    assert best(log, host=dataclasses.replace(HOST, features=("avx2", "fma"))) is None
+
+
+def test_other_thread_count_or_workload_never_matches(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(), HERE))
+    assert best(log, threads=2) is None
+    assert log.best(Workload(Matmul(1, 8, 64, 33)), HOST, 1, TOOLCHAIN, "d1") is None
+
+
+def test_use_is_preferred_to_a_better_hint(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(TILE, ratio=0.5), dataclasses.replace(HERE, kernel_digest="d0")))
+    log.append(Record.of(WORKLOAD, verdict(APART, ratio=0.9), HERE))
+    assert (best(log).kind, best(log).candidate) == ("use", APART)
+
+
+def test_failures_hold_for_their_conditions_only(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, Measurement(TILE, error="SIGSEGV"), HERE))
+    assert log.failures(WORKLOAD, HERE) == {TILE: "SIGSEGV"}
+    assert log.failures(WORKLOAD, dataclasses.replace(HERE, kernel_digest="d2")) == {}
+
+
+def test_compaction_keeps_the_newest_of_each_and_every_failure(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    failure = Record.of(WORKLOAD, Measurement(APART, error="wrong bits"), HERE)
+    log.append(failure)
+    for i in range(1, 6):
+        log.append(Record.of(WORKLOAD, Measurement(TILE, (float(i),)), HERE), Record.of(WORKLOAD, verdict(ratio=1 - i / 8), HERE))
+    assert log.compact() == 8
+    for known in (log, Log([tmp_path])):
+        assert [r.times_s for r in known.records() if r.kind == "measurement" and not r.error] == [(5.0,)]
+        assert [r.verdict.ratio for r in known.records() if r.verdict] == [1 - 5 / 8]
+        assert failure in list(known.records())
+    assert log.compact() == 0
+
+
+def test_merge_takes_what_is_new_and_a_second_merge_nothing(tmp_path: Path) -> None:
+    here, there = Log([tmp_path / "here"]), Log([tmp_path / "there"])
+    shared, new = Record.of(WORKLOAD, verdict(), HERE), Record.of(WORKLOAD, verdict(APART), HERE)
+    here.append(shared)
+    there.append(shared, new)
+    assert (here.merge(there), here.merge(there)) == (1, 0)
+    assert list(Log([tmp_path / "here"]).records()) == [shared, new]
+
+
+def test_first_folder_is_only_read(tmp_path: Path) -> None:
+    shipped, own = tmp_path / "shipped", tmp_path / "own"
+    Log([shipped]).append(Record.of(WORKLOAD, verdict(), HERE))
+    before = (shipped / f"{HOST.key}.jsonl").read_bytes()
+    log = Log([shipped, own])
+    log.append(Record.of(WORKLOAD, verdict(outcome="keeps default"), HERE))
+    assert (shipped / f"{HOST.key}.jsonl").read_bytes() == before
+    assert best(Log([shipped, own])).candidate is None
+
+
+def write_many(folder: Path, writer: int) -> None:
+    log = Log([folder])
+    for i in range(20):
+        log.append(Record.of(WORKLOAD, Measurement(TILE, (writer + i / 100,)), HERE))
+
+
+def test_two_writers_lose_nothing(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("fork")
+    writers = [spawn.Process(target=write_many, args=(tmp_path, w)) for w in (1, 2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    log = Log([tmp_path])
+    assert len({r.times_s for r in log.records()}) == 40 and not log.damage

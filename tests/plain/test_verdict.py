@@ -1,0 +1,131 @@
+"""The decision rule on simulated clocks: how often it is wrong, and what it refuses to say."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tvmfuse.decide import verdict as rule
+from tvmfuse.values import Candidate, Verdict
+
+CANDIDATE, DEFAULT, OTHER = Candidate("tile", 1), Candidate("register", 1), Candidate("separate", 0)
+Noise = Callable[[random.Random], float]
+
+
+def gaussian(rng: random.Random) -> float:
+    return rng.gauss(0, 0.03)
+
+
+def heavy_tailed(rng: random.Random) -> float:
+    """Student's t with 2 degrees of freedom: infinite variance."""
+    return 0.02 * rng.gauss(0, 1) / math.sqrt(rng.expovariate(1.0))
+
+
+def bursts(rng: random.Random) -> float:
+    """One sample in five is interrupted, on either side of the pair."""
+    return rng.gauss(0, 0.02) + (rng.choice((-0.5, 0.5)) if rng.random() < 0.2 else 0.0)
+
+
+def decide(rng: random.Random, ratio: float, noise: Noise = gaussian, control_bias: float = 0.0) -> Verdict:
+    """Pairs from three fresh processes before each look, as the tuner takes them."""
+    processes: list[list[float]] = []
+    control: list[float] = []
+    for before, now in zip((0, *rule.LOOKS), rule.LOOKS, strict=False):
+        share = (now - before) // 3
+        for _ in range(3):
+            processes.append([math.log(ratio) + noise(rng) for _ in range(share)])
+            control += [control_bias + noise(rng) for _ in range(share)]
+        found = rule.look(CANDIDATE, processes, control)
+        if found:
+            return found
+    raise AssertionError("the last look must decide")
+
+
+def outcomes(ratio: float, noise: Noise, runs: int = 400) -> list[str]:
+    rng = random.Random(7)
+    return [decide(rng, ratio, noise).outcome for _ in range(runs)]
+
+
+@pytest.mark.parametrize("noise", [gaussian, heavy_tailed, bursts])
+def test_equal_candidates_win_at_most_once_in_a_hundred(noise: Noise) -> None:
+    assert outcomes(1.0, noise).count("wins") <= 4
+
+
+@pytest.mark.parametrize("noise", [gaussian, heavy_tailed, bursts])
+def test_slower_candidate_never_wins(noise: Noise) -> None:
+    assert "wins" not in outcomes(1.05, noise)
+
+
+def test_five_percent_are_found_in_three_percent_noise() -> None:
+    assert outcomes(0.95, gaussian).count("wins") >= 0.95 * 400
+
+
+def test_drift_cancels_in_pairs() -> None:
+    """The machine slows down by half while measuring: both halves of each pair feel it."""
+    rng = random.Random(3)
+    times = [(1.0 + 0.5 * i / 60) * math.exp(rng.gauss(0, 0.005)) for i in range(120)]
+    ratios = [math.log(0.95 * times[2 * i + 1] / times[2 * i]) for i in range(60)]
+    found = rule.look(CANDIDATE, [ratios[:20], ratios[20:40], ratios[40:]], [0.0] * 60)
+    assert found is not None and found.outcome == "wins"
+
+
+def test_biased_control_is_too_noisy_whatever_the_ratio() -> None:
+    rng = random.Random(1)
+    assert {decide(rng, 0.5, control_bias=sign * 0.1).outcome for sign in (-1, 1) for _ in range(20)} == {"too noisy"}
+
+
+def test_margin_is_twice_the_controls_bias() -> None:
+    gain, noise = [[-0.05] * 5] * 3, [0.03] * 15
+    found = rule.look(CANDIDATE, gain, noise)
+    assert found is not None and found.outcome == "keeps default"
+    assert rule.look(CANDIDATE, gain, [0.02] * 15).outcome == "wins"  # type: ignore[union-attr]
+
+
+def test_gain_below_one_percent_keeps_default() -> None:
+    found = rule.look(CANDIDATE, [[-0.009] * 5] * 3, [0.0] * 15)
+    assert found is not None and found.outcome == "keeps default"
+
+
+def test_one_process_of_the_other_sign_forbids_winning() -> None:
+    ratios = [[-0.2] * 29, [-0.2] * 29, [0.1, 0.1]]
+    found = rule.look(CANDIDATE, ratios, [0.0] * 60)
+    assert found is not None and (found.outcome, found.why) == ("undecided", "the processes disagree in sign")
+
+
+def test_two_processes_are_too_few_to_win() -> None:
+    assert rule.look(CANDIDATE, [[-0.2] * 8, [-0.2] * 7], [0.0] * 15) is None
+
+
+def test_interval_ranks_are_those_documented() -> None:
+    for pairs, (low, high) in {15: (2, 14), 30: (7, 24), 60: (19, 42)}.items():
+        ratios = [float(i) for i in range(1, pairs + 1)]
+        random.Random(0).shuffle(ratios)
+        found = rule.look(CANDIDATE, [ratios[0::3], ratios[1::3], ratios[2::3]], [0.0])
+        assert found is not None
+        assert tuple(round(math.log(x)) for x in found.ci) == (low, high)
+
+
+def test_tails_of_all_looks_stay_below_one_percent() -> None:
+    tails = 0.0
+    for pairs, (low, high) in rule.RANKS.items():
+        outside = [*range(low), *range(high, pairs + 1)]  # how many of the pairs lie below the true median when the interval misses it
+        tails += sum(math.comb(pairs, k) for k in outside) / 2**pairs
+    assert tails < 0.01
+
+
+def test_look_between_the_allowed_ones_is_refused() -> None:
+    with pytest.raises(ValueError, match="16 pairs"):
+        rule.look(CANDIDATE, [[0.0] * 16], [0.0])
+
+
+def test_choose_takes_the_lowest_median_and_breaks_ties_by_order() -> None:
+    def won(candidate: Candidate, ratio: float, outcome: str = "wins") -> Verdict:
+        return Verdict(outcome, candidate, ratio, (ratio, ratio), 0.0, 15, "")  # type: ignore[arg-type]
+
+    assert rule.choose([won(CANDIDATE, 0.9), won(OTHER, 0.8)], DEFAULT) == OTHER
+    assert rule.choose([won(CANDIDATE, 0.8), won(OTHER, 0.8)], DEFAULT) == CANDIDATE
+    assert rule.choose([won(OTHER, 0.5, "undecided"), won(CANDIDATE, 0.5, "keeps default")], DEFAULT) == DEFAULT
+    assert rule.choose([], DEFAULT) == DEFAULT

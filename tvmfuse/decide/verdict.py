@@ -1,0 +1,63 @@
+"""The decision rule for one candidate, as pure functions of paired log ratios.
+
+A pair times the candidate and the default next to each other, so that drift cancels in r = ln(time_candidate / time_default).
+An A/A pair times the default against itself: what its ratios show is noise by construction.
+
+Sources   order-statistic intervals and repetition over processes: Kalibera and Jones, "Rigorous benchmarking in reasonable time";
+          pairs: duet benchmarking, arXiv 2001.05811; a control sets the margin: own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from ..values import Candidate, Verdict
+
+# pairs seen -> ranks (from 1) of the order statistics that bound the median. The three tails hold 0.10 + 0.14 + 0.27 % < 1 %.
+RANKS: dict[int, tuple[int, int]] = {15: (2, 14), 30: (7, 24), 60: (19, 42)}
+LOOKS: tuple[int, ...] = tuple(RANKS)
+MIN_MARGIN = 0.01  # a gain below 1 % is worth no change
+MARGIN_PER_NOISE = 2.0  # the margin is at least twice what the control shows between equal things
+MAX_NOISE = 0.05  # a control off by more than 5 % says that the machine can't be measured on now
+MIN_PROCESSES = 3  # page and cache placement differ from process to process: one lucky process must not decide
+
+
+def look(candidate: Candidate, processes: Sequence[Sequence[float]], control: Sequence[float]) -> Verdict | None:
+    """What the pairs seen so far say, or None when more are needed.
+
+    processes  ln(time_candidate / time_default) of each pair, grouped by the process that measured it.
+    control    ln(time / time) of the A/A pairs taken in between.
+    Raises     ValueError when the number of pairs is not one of LOOKS: a look in between would cost confidence.
+    """
+    ratios = sorted(r for process in processes for r in process)
+    pairs = len(ratios)
+    if pairs not in LOOKS:
+        raise ValueError(f"{pairs} pairs: looks are allowed after {', '.join(map(str, LOOKS))}")
+    low, high = (ratios[rank - 1] for rank in RANKS[pairs])
+    noise = abs(median(control))
+    margin = max(MIN_MARGIN, MARGIN_PER_NOISE * noise)
+
+    def verdict(outcome: str, why: str) -> Verdict:
+        interval = (math.exp(low), math.exp(high))
+        return Verdict(outcome, candidate, math.exp(median(ratios)), interval, noise, pairs, why)  # type: ignore[arg-type]
+
+    if noise > MAX_NOISE:
+        return verdict("too noisy", f"the default differs from itself by {noise:.1%}, more than {MAX_NOISE:.0%}")
+    if high < -margin:
+        medians = [median(process) for process in processes if process]
+        if len(medians) >= MIN_PROCESSES and all(m < 0 for m in medians):
+            return verdict("wins", f"at least {-math.expm1(high):.1%} faster, margin {margin:.1%}, in {len(medians)} processes")
+        doubt = f"only {len(medians)} processes" if len(medians) < MIN_PROCESSES else "the processes disagree in sign"
+    elif low > -margin:
+        return verdict("keeps default", f"at most {-math.expm1(low):.1%} faster, margin {margin:.1%}")
+    else:
+        doubt = f"the interval {math.expm1(low):+.1%} .. {math.expm1(high):+.1%} holds the margin {-margin:.1%}"
+    return verdict("undecided", doubt) if pairs == LOOKS[-1] else None
+
+
+def choose(verdicts: Sequence[Verdict], default: Candidate) -> Candidate:
+    """The winner with the lowest median ratio; the earlier one when equal, the default when nobody wins."""
+    winners = [v for v in verdicts if v.outcome == "wins"]
+    return min(winners, key=lambda v: v.ratio).candidate if winners else default
