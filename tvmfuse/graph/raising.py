@@ -128,7 +128,7 @@ def _reads(value: Expr, tensor: tirx.Var) -> bool:
 def _pad(func: tirx.PrimFunc, element: Element, operands: list[Expr], padded: tuple[int, ...]) -> Expr | None:
     """if_then_else(inside, x[i - before], c): the widths are read off, and emitting that padding again must give this very function."""
     value = element.value
-    if len(operands) != 1 or not isinstance(value, Call) or op_name(value) != "tirx.if_then_else":
+    if len(operands) != 1 or not isinstance(value, Call) or op_name(value) != "prim.if_then_else":
         return None
     _, inside, outside = value.args
     if not _reads(inside, element.inputs[0]) or not isinstance(outside, tirx.FloatImm | tirx.IntImm):

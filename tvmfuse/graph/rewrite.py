@@ -27,7 +27,7 @@ def op_name(value: Expr | None) -> str:
 
 
 def shape_of(value: Expr) -> tuple[int, ...]:
-    """The extents of a tensor. Raises TypeError where they aren't all known: see `is_static`."""
+    """The extents of a tensor for which `is_static` holds."""
     return tuple(int(extent) for extent in value.ty.shape.values)
 
 
