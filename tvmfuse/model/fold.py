@@ -1,0 +1,239 @@
+"""Compute what bound shapes make constant, with ONNX's own shape inference and reference implementation, one node at a time.
+
+Folded are integers and booleans (Shape, Gather, Concat, ... of shapes), and floats that are only made or moved (Constant,
+ConstantOfShape, Transpose, ...). Float *arithmetic* on weights stays in the graph: a float32 fold here would round more
+often than the one float64 fold that follows. Only where a shape is computed in floats (a Resize's scales, a Cast to
+integers) are operations folded that IEEE 754 rounds exactly, so that the result doesn't depend on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import defs, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from onnx.shape_inference import InferenceError, infer_node_outputs
+
+from ..errors import ModelError
+
+# Operators that copy their data operand and do no arithmetic on it. Expand and Tile are left out: they would inflate weights.
+_MOVES = frozenset(
+    "Concat Constant ConstantOfShape Flatten Gather Identity Pad Reshape Slice Split Squeeze Transpose Unsqueeze".split()
+)
+_EXACT = frozenset("Abs Add Cast Ceil Div Floor Max Min Mul Neg Round Sqrt Sub".split())
+_READ_FLOAT_SHAPES = frozenset(("Range", "Resize", "Upsample"))
+_RANDOM = frozenset("Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike".split())
+_SHAPE_SIZED = 1024  # elements: no shape computation needs more, and shape inference is handed no larger values
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What is left to compile: nodes in topological order over inputs and constants.
+
+    types  of every value that ONNX could infer, for the checks that follow.
+    """
+
+    nodes: tuple[onnx.NodeProto, ...]
+    inputs: tuple[onnx.ValueInfoProto, ...]
+    outputs: tuple[str, ...]
+    constants: Mapping[str, np.ndarray]
+    types: Mapping[str, onnx.TypeProto]
+    opset: int
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return static_shape(self.types.get(name))
+
+    def dtype(self, name: str) -> str | None:
+        elem_type = self.types[name].tensor_type.elem_type if name in self.types else 0
+        return str(helper.tensor_dtype_to_np_dtype(elem_type)) if elem_type else None
+
+    def data_dependent(self, name: str) -> bool:
+        """Inputs are static, so a rank that is known with an extent that isn't comes from values."""
+        return name in self.types and self.types[name].tensor_type.HasField("shape") and self.shape(name) is None
+
+
+def static_shape(kind: onnx.TypeProto | None) -> tuple[int, ...] | None:
+    """The extents, or None when any of them or the rank is unknown."""
+    if kind is None or not kind.tensor_type.HasField("shape"):
+        return None
+    dims = kind.tensor_type.shape.dim
+    return tuple(dim.dim_value for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None
+
+
+def attributes(node: onnx.NodeProto) -> dict:
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def fold(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> Graph:
+    """Bind the inputs' `shapes` and fold.
+
+    Rewrite  Shape(x) -> Gather -> Concat(., -1) -> Reshape(y, .)   =>   Reshape(y, constant)
+             Dropout(x), Identity(x)   =>   x
+             If(constant)              =>   the branch that is taken
+    Raises   ModelError when the bound shapes don't fit together, naming the node.
+    """
+    if model.functions:
+        model = onnx.inliner.inline_local_functions(model)
+    return _Fold(model, shapes).graph()
+
+
+class _Fold:
+    def __init__(self, model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.opsets = list(model.opset_import)
+        self.opset = next((entry.version for entry in self.opsets if entry.domain in ("", "ai.onnx")), 1)
+        self.source = model.graph
+        self.constants: dict[str, np.ndarray] = {}
+        self.tentative: dict[str, np.ndarray] = {}  # known floats that stay in the graph unless a shape reads them
+        self.types: dict[str, onnx.TypeProto] = {}
+        self.aliases: dict[str, str] = {}
+        self.kept: list[onnx.NodeProto] = []
+        self.outputs = {output.name for output in model.graph.output}
+        self.inputs = []
+        for declared in model.graph.input:
+            if declared.name in shapes:
+                kind = helper.make_tensor_type_proto(declared.type.tensor_type.elem_type, shapes[declared.name])
+                self.inputs.append(helper.make_value_info(declared.name, kind))
+                self.types[declared.name] = kind
+
+    def graph(self) -> Graph:
+        self._define(self.source.initializer)
+        for node in self.source.node:
+            self._visit(node)
+        needed = set(self.outputs)
+        nodes: list[onnx.NodeProto] = []
+        for node in reversed(self.kept):
+            if needed & (set(node.output) - self.constants.keys()):
+                self._forget_unused(node, needed)
+                needed.update(node.input)
+                nodes.append(node)
+        return Graph(
+            nodes=tuple(reversed(nodes)),
+            inputs=tuple(self.inputs),
+            outputs=tuple(output.name for output in self.source.output),
+            constants={name: value for name, value in self.constants.items() if name in needed},
+            types=self.types,
+            opset=self.opset,
+        )
+
+    @staticmethod
+    def _forget_unused(node: onnx.NodeProto, needed: set[str]) -> None:
+        outputs = [name if name in needed else "" for name in node.output]
+        while outputs[-1] == "":
+            outputs.pop()
+        node.output[:] = outputs
+
+    def _define(self, tensors: Iterable[onnx.TensorProto]) -> None:
+        for tensor in tensors:
+            self._know(tensor.name, numpy_helper.to_array(tensor))
+
+    def _know(self, name: str, value: np.ndarray) -> None:
+        self.constants[name] = value
+        self.types[name] = helper.make_tensor_type_proto(helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+
+    def _visit(self, original: onnx.NodeProto) -> None:
+        node = onnx.NodeProto()
+        node.CopyFrom(original)
+        node.input[:] = [self.aliases.get(name, name) for name in original.input]
+        if node.domain not in ("", "ai.onnx"):
+            self.kept.append(node)
+        elif node.op_type == "Identity" or (node.op_type == "Dropout" and not self._trains(node)):
+            self._rename(node.output[0], node.input[0])
+            for mask in node.output[1:]:
+                self._know(mask, np.ones(static_shape(self.types.get(node.input[0])) or (), bool))
+        elif node.op_type == "If" and node.input[0] in self.constants:
+            self._take_branch(node)
+        else:
+            self._infer(node)
+            if not self._folded(node):
+                self.kept.append(node)
+
+    def _trains(self, node: onnx.NodeProto) -> bool:
+        return len(node.input) > 2 and bool(self.constants.get(node.input[2], True))
+
+    def _rename(self, name: str, source: str) -> None:
+        """Let `name` mean `source` from here on. A graph output keeps its name: it gets a node of its own."""
+        if name in self.outputs:
+            self.kept.append(helper.make_node("Identity", [source], [name]))
+            self.types[name] = self.types.get(source, onnx.TypeProto())
+        else:
+            self.aliases[name] = source
+
+    def _take_branch(self, node: onnx.NodeProto) -> None:
+        branch = attributes(node)["then_branch" if self.constants[node.input[0]].item() else "else_branch"]
+        self._define(branch.initializer)
+        for inner in branch.node:
+            self._visit(inner)
+        for name, result in zip(node.output, branch.output, strict=True):
+            self._rename(name, self.aliases.get(result.name, result.name))
+
+    def _infer(self, node: onnx.NodeProto) -> None:
+        if any(name and name not in self.types for name in node.input) or node.op_type in ("If", "Loop", "Scan"):
+            return
+        try:
+            schema = defs.get_schema(node.op_type, self.opset, "")
+        except defs.SchemaError:
+            return
+        known = {
+            name: numpy_helper.from_array(np.asarray(value), name)
+            for name in node.input
+            if name and (value := self._value(name)) is not None and value.size <= _SHAPE_SIZED
+        }
+        kinds = {name: self.types[name] for name in node.input if name}
+        try:
+            self.types |= infer_node_outputs(schema, node, kinds, known, opset_imports=self.opsets)
+        except InferenceError as error:
+            operands = ", ".join(f"{name} {static_shape(kind)}" for name, kind in kinds.items())
+            raise ModelError(f"{described(node)} doesn't fit its inputs {operands}: {error}") from error
+
+    def _value(self, name: str) -> np.ndarray | None:
+        return self.constants.get(name, self.tentative.get(name))
+
+    def _folded(self, node: onnx.NodeProto) -> bool:
+        """Compute the node if the rules above allow; True when it is no longer needed."""
+        names = [name for name in node.input if name]
+        outputs = [name for name in node.output if name]
+        if node.op_type in _RANDOM:
+            return False
+        if node.op_type in ("Shape", "Size"):
+            extents = static_shape(self.types.get(names[0]))
+            values = {} if extents is None else {names[0]: np.broadcast_to(np.zeros((), np.float32), extents)}
+        else:
+            values = {name: value for name in names if (value := self._value(name)) is not None}
+        if node.op_type in _READ_FLOAT_SHAPES:
+            self.constants |= {name: self.tentative[name] for name in names if name in self.tentative}
+        if len(values) < len(set(names)) or any(name not in self.types for name in outputs):
+            return False
+        kinds = {_numpy_kind(self.types[name]) for name in outputs}
+        certain = all(name in self.constants or node.op_type in ("Shape", "Size") for name in names)
+        if kinds <= set("iub") or (kinds <= set("iubf") and node.op_type in _MOVES and certain):
+            for name, value in zip(outputs, self._evaluate(node, values, outputs), strict=True):
+                self._know(name, value)
+            return True
+        if kinds == {"f"} and node.op_type in _EXACT | _MOVES and max(value.size for value in values.values()) <= _SHAPE_SIZED:
+            self.tentative |= zip(outputs, self._evaluate(node, values, outputs), strict=True)
+        return False
+
+    def _evaluate(self, node: onnx.NodeProto, values: Mapping[str, np.ndarray], outputs: list[str]) -> list[np.ndarray]:
+        def info(name: str) -> onnx.ValueInfoProto:
+            return helper.make_value_info(name, onnx.TypeProto())
+
+        alone = helper.make_graph([node], "fold", [info(name) for name in values], [info(name) for name in outputs])
+        evaluator = ReferenceEvaluator(helper.make_model(alone, opset_imports=self.opsets))
+        try:
+            return [np.asarray(value) for value in evaluator.run(None, dict(values))]
+        except Exception as error:  # the reference raises whatever NumPy does
+            raise ModelError(f"{described(node)} can't be computed from its constant inputs: {error}") from error
+
+
+def _numpy_kind(kind: onnx.TypeProto) -> str:
+    elem_type = kind.tensor_type.elem_type
+    return helper.tensor_dtype_to_np_dtype(elem_type).kind if elem_type and elem_type != onnx.TensorProto.STRING else "?"
+
+
+def described(node: onnx.NodeProto) -> str:
+    """The node as messages call it: operator, with its domain if it has one, and name."""
+    operator = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+    return f"{operator} {node.name or node.output[0]!r}"

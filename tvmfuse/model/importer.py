@@ -1,0 +1,114 @@
+"""TVM's ONNX importer with names, refusals, corrections and recurrent networks added. The only module that calls it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable
+
+import onnx
+import tvm
+from onnx import defs
+from tvm import relax
+from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_convert_map
+
+from ..errors import UnsupportedError
+from . import operators, recurrent
+from .fold import Graph, described
+
+_RECURRENT = ("GRU", "LSTM")
+
+
+def import_graph(graph: Graph) -> tvm.IRModule:
+    """A Relax module whose `main` takes the graph's inputs and returns its outputs, constants embedded, one dataflow block.
+
+    A binding is called as its ONNX node is (as its first output, if the node has no name of its own): `binding.var.name`.
+    Raises  UnsupportedError listing every operator that can't be compiled.
+    """
+    refused = [(node, reason) for node in graph.nodes if (reason := why_not(node, graph))]
+    if refused:
+        raise UnsupportedError(listing(refused))
+    importer = _Importer(graph)
+    proto = onnx.GraphProto(
+        node=_named(graph.nodes), input=graph.inputs, output=[onnx.ValueInfoProto(name=name) for name in graph.outputs]
+    )
+    return importer.from_onnx(proto, graph.opset)
+
+
+def why_not(node: onnx.NodeProto, graph: Graph) -> str | None:
+    """Why this node can't be compiled, or None."""
+    if node.domain not in ("", "ai.onnx"):
+        return f"operators of domain {node.domain} aren't known"
+    if node.op_type in _RECURRENT:
+        return recurrent.why_not(node, graph)
+    if node.op_type not in _get_convert_map() or not defs.has(node.op_type, graph.opset):
+        return "no converter"
+    if any(graph.data_dependent(name) for name in node.output):
+        return "the shape of its output depends on data"
+    return operators.why_not(node, graph)
+
+
+def listing(refused: Iterable[tuple[onnx.NodeProto, str]]) -> str:
+    """One line per operator and reason, with the nodes."""
+    nodes: dict[tuple[str, str], list[str]] = {}
+    for node, reason in refused:
+        domain = node.domain or "ai.onnx"
+        nodes.setdefault((f"{domain}::{node.op_type}", reason), []).append(node.name or node.output[0])
+    lines = [f"  {operator}: {reason} (nodes {', '.join(names)})" for (operator, reason), names in nodes.items()]
+    return "these operators can't be compiled:\n" + "\n".join(lines)
+
+
+def _named(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    named, taken = [], set()
+    for original in nodes:
+        node = onnx.NodeProto()
+        node.CopyFrom(original)
+        if not node.name or node.name in taken:
+            node.name = next(name for name in node.output if name)
+        taken.add(node.name)
+        named.append(node)
+    return named
+
+
+class _Importer(ONNXGraphImporter):
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(shape_dict={}, dtype_dict={}, sanitize=False)
+        self.graph = graph
+
+    def _parse_graph_initializers(self, graph: onnx.GraphProto) -> None:
+        self._nodes |= {name: relax.const(value, str(value.dtype)) for name, value in self.graph.constants.items()}
+
+    def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
+        """`import_graph` has done it: the base class ignores domains and doesn't name nodes."""
+
+    def _construct_nodes(self, graph: onnx.GraphProto) -> None:
+        for node in graph.node:
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):  # the base class prints what it raises
+                    super()._construct_nodes(onnx.GraphProto(node=[node]))
+            except Exception as error:  # converters raise whatever Python, NumPy or TVM does
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                raise UnsupportedError(listing([(node, f"TVM's importer fails: {reason[-1]}")])) from error
+            for output in filter(None, node.output):
+                self._nodes[output] = self._checked(node, output, self._nodes[output])
+
+    def _checked(self, node: onnx.NodeProto, output: str, value: relax.Expr) -> relax.Expr:
+        if isinstance(value, tvm.ir.Call):
+            value = self.bb.emit(value, node.name)
+        kind = value.ty
+        shape = getattr(kind, "shape", None)
+        if shape is None or not all(isinstance(extent, tvm.tirx.IntImm) for extent in shape):
+            raise UnsupportedError(listing([(node, "the shape of its output depends on data")]))
+        found = tuple(int(extent) for extent in shape), str(kind.dtype.dtype)
+        wanted = self.graph.shape(output), self.graph.dtype(output)
+        if None not in wanted and found != wanted:
+            raise UnsupportedError(listing([(node, f"TVM's importer makes {output!r} {found}, ONNX {wanted}")]))
+        return value
+
+    def _convert_operator(self, op_name: str, inputs: list, attrs: dict, opset: int) -> relax.Expr:
+        if op_name in _RECURRENT:
+            return recurrent.convert(op_name, self.bb, inputs, attrs)
+        if op_name in operators.CONVERTERS:
+            return operators.CONVERTERS[op_name](self.bb, inputs, attrs)
+        return super()._convert_operator(op_name, inputs, attrs, opset)
+

@@ -1,0 +1,195 @@
+"""GRU and LSTM: one matmul over all steps for the input projections, then one call per direction that walks the steps.
+
+    Y, Y_h[, Y_c] = GRU|LSTM(X, W, R, B, -, h0[, c0])
+    -> P = X @ W^T + Wb;  Y, h[, c] = call_tir(walk, P, R, Rb, h0[, c0])   for each direction, then stacked
+
+`walk` is a plain loop nest with the function attribute "tvmfuse.recurrent": the json text of a `values.Recurrent`. It runs as
+it is; a kernel that is faster may take its place. The equations and the order of the gates are those of ONNX's operators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import tvm
+from tvm import relax, tirx
+from tvm.script import tirx as T
+
+from ..values import Recurrent
+from .fold import Graph, attributes
+
+ATTRIBUTE = "tvmfuse.recurrent"
+_ACTIVATIONS = {"GRU": ["sigmoid", "tanh"], "LSTM": ["sigmoid", "tanh", "tanh"]}
+_STATES = {"GRU": 1, "LSTM": 2}
+
+
+def why_not(node: onnx.NodeProto, graph: Graph) -> str | None:
+    """Why this GRU or LSTM can't be compiled, or None."""
+    given = attributes(node)
+    inputs = dict(enumerate(node.input))
+    shape = graph.shape(node.input[0])
+    if shape is None:
+        return "the shape of X isn't known"
+    if graph.types[node.input[0]].tensor_type.elem_type != onnx.TensorProto.FLOAT:
+        return "it isn't float32"
+    for index, what in ((1, "W"), (2, "R"), (3, "B")):
+        if inputs.get(index) and inputs[index] not in graph.constants:
+            return f"{what} isn't constant"
+    directions = 2 if given.get("direction") == b"bidirectional" else 1
+    activations = [name.decode().lower() for name in given.get("activations", ())]
+    if activations and activations != _ACTIVATIONS[node.op_type] * directions:
+        return f"activations {', '.join(activations)} instead of the default"
+    if given.get("clip"):
+        return f"clip={given['clip']:g}"
+    if given.get("input_forget"):
+        return "input_forget=1"
+    if inputs.get(4):
+        lengths = graph.constants.get(inputs[4])
+        steps = shape[1 if given.get("layout") else 0]
+        if lengths is None or (lengths != steps).any():
+            return f"sequence_lens isn't constant at the full length {steps}"
+    if inputs.get(7) and (inputs[7] not in graph.constants or graph.constants[inputs[7]].any()):
+        return "peephole weights that aren't zero"
+    return None
+
+
+def convert(kind: str, bb: relax.BlockBuilder, inputs: Sequence[relax.Expr | None], attrs: Mapping[str, Any]) -> relax.Expr:
+    """The tuple (Y, Y_h) or (Y, Y_h, Y_c), as ONNX shapes it, of a node that `why_not` has let pass."""
+    site, batch_first = attrs["tvm_custom"]["name"], attrs.get("layout", 0)
+    operands = [*inputs, *[None] * (8 - len(inputs))]
+    x, states = operands[0], operands[5 : 5 + _STATES[kind]]
+    if batch_first:
+        x = bb.emit(relax.op.permute_dims(x, (1, 0, 2)))
+        states = [None if state is None else bb.emit(relax.op.permute_dims(state, (1, 0, 2))) for state in states]
+    w, r = (operand.value.numpy() for operand in operands[1:3])
+    directions, rows, hidden = r.shape
+    b = np.zeros((directions, 2 * rows), np.float32) if operands[3] is None else operands[3].value.numpy()
+    steps, batch, _ = (int(extent) for extent in x.ty.shape)
+    way = attrs.get("direction", b"forward").decode()
+    anchor = Recurrent(kind.lower(), steps, batch, hidden, way == "reverse", bool(attrs.get("linear_before_reset", 0)) and kind == "GRU")
+
+    results = []
+    for d in range(directions):
+        name = f"{site}/{('forward', 'backward')[d]}" if directions == 2 else site
+        one = dataclasses.replace(anchor, reverse=anchor.reverse or d == 1)
+        input_bias, bias = _biases(b[d], one)
+        product = bb.emit(relax.op.matmul(x, relax.const(np.ascontiguousarray(w[d].T))), name)
+        projections = bb.emit(relax.op.add(product, relax.const(input_bias)), f"{name}/bias") if input_bias.any() else product
+        initial = [_initial(bb, state, d, one) for state in states]
+        types = [relax.TensorType(shape, one.dtype) for shape in (one.output_shape(), *[(batch, hidden)] * len(states))]
+        walk = bb.add_func(_walk(one), kind.lower())
+        call = bb.emit(relax.call_tir(walk, [projections, relax.const(r[d]), relax.const(bias), *initial], types), f"{name}/walk")
+        results.append([bb.emit(relax.TupleGetItem(call, i)) for i in range(len(types))])
+
+    axes = (2, 1, 1) if batch_first else (1, 0, 0)
+    outputs = []
+    for axis, parts in zip(axes, zip(*results, strict=True), strict=False):
+        if axis == 2:  # Y is (steps, batch, hidden); layout 1 wants (batch, steps, directions, hidden)
+            parts = tuple(bb.emit(relax.op.permute_dims(part, (1, 0, 2))) for part in parts)
+        outputs.append(bb.emit(relax.op.expand_dims(parts[0], axis) if directions == 1 else relax.op.stack(parts, axis)))
+    return relax.Tuple(outputs)
+
+
+def _biases(both: np.ndarray, anchor: Recurrent) -> tuple[np.ndarray, np.ndarray]:
+    """Input bias and recurrent bias. Without linear_before_reset the candidate gate adds both outside of r, so they are one."""
+    input_bias, bias = both[: both.size // 2].copy(), both[both.size // 2 :].copy()
+    if anchor.kind == "gru" and not anchor.linear_before_reset:
+        input_bias[-anchor.hidden :] += bias[-anchor.hidden :]
+        bias[-anchor.hidden :] = 0
+    return input_bias, bias
+
+
+def _initial(bb: relax.BlockBuilder, state: relax.Expr | None, direction: int, anchor: Recurrent) -> relax.Expr:
+    shape = (anchor.batch, anchor.hidden)
+    if state is None:
+        return relax.const(np.zeros(shape, anchor.dtype))
+    if isinstance(state, tvm.ir.GenericConst):
+        return relax.const(np.ascontiguousarray(state.value.numpy()[direction]))
+    if int(state.ty.shape[0]) > 1:
+        state = bb.emit(relax.op.strided_slice(state, [0], [direction], [direction + 1]))
+    return bb.emit(relax.op.reshape(state, shape))
+
+
+def _walk(anchor: Recurrent) -> tirx.PrimFunc:
+    return (_gru if anchor.kind == "gru" else _lstm)(anchor)
+
+
+def _gru(anchor: Recurrent) -> tirx.PrimFunc:
+    steps, batch, hidden = anchor.steps, anchor.batch, anchor.hidden
+    fields = json.dumps(dataclasses.asdict(anchor))
+    reverse, linear = anchor.reverse, anchor.linear_before_reset
+
+    @T.prim_func(private=True, s_tir=True)
+    def walk(
+        P: T.Buffer((steps, batch, 3 * hidden), "float32"),
+        R: T.Buffer((3 * hidden, hidden), "float32"),
+        b: T.Buffer((3 * hidden,), "float32"),
+        h0: T.Buffer((batch, hidden), "float32"),
+        Y: T.Buffer((steps, batch, hidden), "float32"),
+        Y_h: T.Buffer((batch, hidden), "float32"),
+    ):
+        T.func_attr({ATTRIBUTE: fields, "tirx.noalias": True})
+        G = T.sblock_alloc_buffer((batch, 3 * hidden), "float32")
+        for i, j in T.grid(batch, hidden):
+            Y_h[i, j] = h0[i, j]
+        for s in range(steps):
+            t: T.let = steps - 1 - s if reverse else s
+            for i, g in T.grid(batch, 3 * hidden if linear else 2 * hidden):
+                G[i, g] = b[g]
+                for k in range(hidden):
+                    G[i, g] = G[i, g] + Y_h[i, k] * R[g, k]
+            for i, j in T.grid(batch, 2 * hidden):
+                G[i, j] = T.sigmoid(P[t, i, j] + G[i, j])
+            for i, j in T.grid(batch, hidden):
+                if linear:
+                    G[i, 2 * hidden + j] = G[i, hidden + j] * G[i, 2 * hidden + j]
+                else:
+                    G[i, 2 * hidden + j] = b[2 * hidden + j]
+                    for k in range(hidden):
+                        G[i, 2 * hidden + j] = G[i, 2 * hidden + j] + G[i, hidden + k] * Y_h[i, k] * R[2 * hidden + j, k]
+                Y[t, i, j] = (T.float32(1) - G[i, j]) * T.tanh(P[t, i, 2 * hidden + j] + G[i, 2 * hidden + j]) + G[i, j] * Y_h[i, j]
+            for i, j in T.grid(batch, hidden):
+                Y_h[i, j] = Y[t, i, j]
+
+    return walk
+
+
+def _lstm(anchor: Recurrent) -> tirx.PrimFunc:
+    steps, batch, hidden = anchor.steps, anchor.batch, anchor.hidden
+    fields = json.dumps(dataclasses.asdict(anchor))
+    reverse = anchor.reverse
+
+    @T.prim_func(private=True, s_tir=True)
+    def walk(
+        P: T.Buffer((steps, batch, 4 * hidden), "float32"),
+        R: T.Buffer((4 * hidden, hidden), "float32"),
+        b: T.Buffer((4 * hidden,), "float32"),
+        h0: T.Buffer((batch, hidden), "float32"),
+        c0: T.Buffer((batch, hidden), "float32"),
+        Y: T.Buffer((steps, batch, hidden), "float32"),
+        Y_h: T.Buffer((batch, hidden), "float32"),
+        Y_c: T.Buffer((batch, hidden), "float32"),
+    ):
+        T.func_attr({ATTRIBUTE: fields, "tirx.noalias": True})
+        G = T.sblock_alloc_buffer((batch, 4 * hidden), "float32")
+        for i, j in T.grid(batch, hidden):
+            Y_h[i, j] = h0[i, j]
+            Y_c[i, j] = c0[i, j]
+        for s in range(steps):
+            t: T.let = steps - 1 - s if reverse else s
+            for i, g in T.grid(batch, 4 * hidden):
+                G[i, g] = b[g]
+                for k in range(hidden):
+                    G[i, g] = G[i, g] + Y_h[i, k] * R[g, k]
+                G[i, g] = P[t, i, g] + G[i, g]
+            for i, j in T.grid(batch, hidden):
+                Y_c[i, j] = T.sigmoid(G[i, 2 * hidden + j]) * Y_c[i, j] + T.sigmoid(G[i, j]) * T.tanh(G[i, 3 * hidden + j])
+                Y_h[i, j] = T.sigmoid(G[i, hidden + j]) * T.tanh(Y_c[i, j])
+                Y[t, i, j] = Y_h[i, j]
+
+    return walk

@@ -1,0 +1,108 @@
+"""Read an ONNX model without trusting it: whole, checked, and with no file outside its own folder."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import external_data_helper, numpy_helper
+
+from ..errors import ModelError, UnsupportedError
+
+# What the importer's converters were compared with ONNX Runtime on; a newer operator set may change an operator's meaning.
+OLDEST_OPSET, NEWEST_OPSET = 7, 23
+
+
+def read(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.ModelProto:
+    """The model with all its weights in memory.
+
+    Raises  ModelError when the file is missing, empty, damaged or not ONNX, when external data is missing or lies outside
+            the model's folder, or when onnx.checker refuses it; UnsupportedError for an operator set that isn't covered.
+    Warns   (UserWarning) about weights that hold NaN.
+    """
+    if isinstance(source, onnx.ModelProto):
+        model, where = source, "the model"
+        for tensor in _external(model):
+            raise ModelError(f"the weights of {tensor.name!r} are in another file; pass the model's path, or read it with onnx.load")
+    else:
+        model, where = _parse(Path(source)), str(source)
+        _read_external(model, Path(source).parent)
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), None)
+    if opset is not None and not OLDEST_OPSET <= opset <= NEWEST_OPSET:
+        raise UnsupportedError(
+            f"{where} uses ONNX operator set {opset}; {OLDEST_OPSET} to {NEWEST_OPSET} are supported. "
+            "Export it again with another opset, or convert it with onnx.version_converter"
+        )
+    try:
+        onnx.checker.check_model(model if isinstance(source, onnx.ModelProto) else os.fspath(source))
+    except (onnx.checker.ValidationError, ValueError) as error:
+        raise ModelError(f"{where} is not a valid ONNX model: {str(error).strip()}") from error
+    _warn_of_nan(model, where)
+    return model
+
+
+def _parse(path: Path) -> onnx.ModelProto:
+    if not path.exists():
+        raise ModelError(f"{path} does not exist (looked in {Path.cwd()})")
+    if not path.is_file():
+        raise ModelError(f"{path} is not a file; name the .onnx file itself")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from error
+    if not content:
+        raise ModelError(f"{path} is empty; copy or download it again")
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(content)
+    except DecodeError as error:
+        raise ModelError(f"{path} ({len(content)} bytes) is truncated, damaged or not ONNX; copy or download it again") from error
+    if not model.ir_version or not model.HasField("graph"):
+        raise ModelError(f"{path} holds no ONNX model (no IR version or no graph); is it another format?")
+    return model
+
+
+def _read_external(model: onnx.ModelProto, folder: Path) -> None:
+    for tensor in _external(model):
+        info = external_data_helper.ExternalDataInfo(tensor)
+        data = (folder / info.location).resolve()
+        if not data.is_relative_to(folder.resolve()):
+            raise ModelError(f"the weights of {tensor.name!r} point outside the model's folder: {info.location!r}; they must lie beside it")
+        if not data.is_file():
+            raise ModelError(f"the weights of {tensor.name!r} are missing: {data}; copy it beside the model")
+        needed = (info.offset or 0) + (info.length or 0)
+        if data.stat().st_size < needed:
+            raise ModelError(f"{data} has {data.stat().st_size} bytes, but {tensor.name!r} needs {needed}; copy it again")
+        try:
+            external_data_helper.load_external_data_for_tensor(tensor, str(folder))
+        except (onnx.checker.ValidationError, OSError, ValueError) as error:
+            raise ModelError(f"the weights of {tensor.name!r} can't be read from {data}: {error}") from error
+        tensor.data_location = onnx.TensorProto.DEFAULT
+        del tensor.external_data[:]
+
+
+def _external(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    return (tensor for tensor in _tensors(model.graph) if external_data_helper.uses_external_data(tensor))
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for subgraph in (attribute.g, *attribute.graphs):
+                yield from _tensors(subgraph)
+
+
+def _warn_of_nan(model: onnx.ModelProto, where: str) -> None:
+    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16)
+    names = [t.name for t in model.graph.initializer if t.data_type in floats and np.isnan(numpy_helper.to_array(t)).any()]
+    if names:
+        warnings.warn(f"{where}: NaN in the weights {', '.join(map(repr, names))}; outputs that use them are NaN", stacklevel=4)
