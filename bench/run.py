@@ -1,156 +1,51 @@
-"""tvmfuse beside other runtimes, in one interleaved run.
+"""The zoo in tvmfuse and beside it, each model in one interleaved run. Results on stdout, progress on stderr.
 
-A round takes one sample of every runner, in random order; a ratio is formed within a round, where both sides met the same
-machine. The first runner is also entered a second time: its ratio to itself (A/A) is the noise of the run.
+The first runner is the one that the others are compared with; `python -m bench --fuse measured always never` compares
+placements, `--peers` names other runtimes. Figures mean something on a machine that does little else: see the A/A rows.
 """
 
 from __future__ import annotations
 
-import random
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
 
-import numpy as np
-from onnx import ModelProto
+from tvmfuse import compare
 
-Feeds = Mapping[str, np.ndarray]
-Clock = Callable[[], float]
-SAMPLE_S = 5e-3
-
-
-@dataclass(frozen=True)
-class Runner:
-    """A model that is ready to run: `call` computes `outputs` in place, from inputs bound before."""
-
-    call: Callable[[], object]
-    outputs: Mapping[str, np.ndarray]
+from . import models
 
 
-class Peer(Protocol):
-    """One runtime. Compiles `model` with its free dimensions bound to `shapes`, and binds buffers for `feeds`."""
+def rows(name: str, fuse: Sequence[str], peers: Sequence[str], threads: int, seconds: float) -> list[compare.Row]:
+    """One model: a row for each way to fuse and each peer, and one for the first against itself."""
+    import tvmfuse
 
-    def __call__(self, model: ModelProto, shapes: Mapping[str, int], feeds: Feeds, threads: int) -> Runner: ...
-
-
-def tvmfuse(fuse: str) -> Peer:
-    def prepare(model: ModelProto, shapes: Mapping[str, int], feeds: Feeds, threads: int) -> Runner:
-        import tvmfuse
-
-        session = tvmfuse.build(model, shapes=shapes, fuse=fuse, threads=threads)
-        names = [value.name for value in session.get_outputs()]
-        outputs = dict(zip(names, session.run(None, feeds), strict=True))
-        return Runner(session.bind(feeds, outputs), outputs)
-
-    return prepare
+    model, shapes, feeds = models.load(name), models.shapes(name), models.inputs(name)
+    runners = {f"tvmfuse {how}": compare.bound(tvmfuse.build(model, shapes=shapes, fuse=how, threads=threads), feeds) for how in fuse}
+    runners |= {peer: compare.PEERS[peer](model, shapes, feeds, threads) for peer in peers}
+    return compare.compare(name, runners, seconds, time.perf_counter)
 
 
-def onnxruntime(model: ModelProto, shapes: Mapping[str, int], feeds: Feeds, threads: int) -> Runner:
-    import onnxruntime as ort
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=models.ZOO, default=list(models.ZOO), metavar="NAME", help=" ".join(models.ZOO))
+    parser.add_argument("--fuse", nargs="*", choices=("measured", "always", "never"), default=["measured"])
+    parser.add_argument("--peers", nargs="*", choices=compare.PEERS, default=["onnxruntime"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=10, help="of timing for each model (default: 10)")
+    parser.add_argument("--json", action="store_true", help="a JSON list instead of the table")
+    args = parser.parse_args()
+    if not args.fuse and not args.peers:
+        parser.error("nothing to time: --fuse and --peers are both empty")
 
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.log_severity_level = 3
-    for dimension, extent in shapes.items():
-        options.add_free_dimension_override_by_name(dimension, extent)
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    names = [value.name for value in session.get_outputs()]
-    results = {name: ort.OrtValue.ortvalue_from_numpy(x) for name, x in zip(names, session.run(None, feeds), strict=True)}
-    binding = session.io_binding()
-    for name, x in feeds.items():
-        binding.bind_cpu_input(name, x)
-    for name, result in results.items():
-        binding.bind_ortvalue_output(name, result)
-    outputs = {name: np.from_dlpack(result) for name, result in results.items()}
-    return Runner(lambda: session.run_with_iobinding(binding), outputs)
-
-
-PEERS: dict[str, Peer] = {
-    "tvmfuse": tvmfuse("measured"),
-    "tvmfuse always": tvmfuse("always"),
-    "tvmfuse never": tvmfuse("never"),
-    "onnxruntime": onnxruntime,
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One runner of one model. `ratio` has the first runner's time over this one's: lower quartile, median, upper quartile.
-
-    difference  largest |difference| to the first runner's outputs, over the largest |output|.
-    """
-
-    model: str
-    runner: str
-    median_s: float
-    ratio: tuple[float, float, float]
-    difference: float
-    rounds: int
-
-
-def samples(calls: Mapping[str, Callable[[], object]], seconds: float, clock: Clock, seed: int = 0) -> dict[str, list[float]]:
-    """Seconds per call of each, one a round, all of a round in random order; at least five rounds, more while time is left.
-
-    Each sample starts with a call that is not timed: it brings back what the others drove out of the caches.
-    """
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        start = clock()
-        call()
-        repeats[name] = max(1, round(SAMPLE_S / max(clock() - start, 1e-7)))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    order, shuffle = list(calls), random.Random(seed).shuffle
-    end = clock() + seconds
-    while clock() < end or len(times[order[0]]) < 5:
-        shuffle(order)
-        for name in order:
-            call, repeat = calls[name], repeats[name]
-            call()
-            start = clock()
-            for _ in range(repeat):
-                call()
-            times[name].append((clock() - start) / repeat)
-    return times
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
-def difference(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
-    """Largest |a - b| over largest |a|, the worst output's."""
-    return max(float(np.abs(x - b[name]).max() / max(np.abs(x).max(), 1e-30)) for name, x in a.items())
-
-
-def compare(model: str, runners: Mapping[str, Runner], seconds: float, clock: Clock) -> list[Row]:
-    """The first runner against each of the others and, first of all, against itself."""
-    first, subject = next(iter(runners.items()))
-    everyone = {first: subject, f"{first} (A/A)": subject, **runners}
-    times = samples({name: runner.call for name, runner in everyone.items()}, seconds, clock)
-    return [
-        Row(
-            model,
-            name,
-            statistics.median(times[name]),
-            quartiles([own / other for own, other in zip(times[first], times[name], strict=True)]),
-            difference(subject.outputs, runner.outputs),
-            len(times[name]),
-        )
-        for name, runner in everyone.items()
-    ]
-
-
-HEADER = ("model", "runner", "median ms", "first / this", "quartiles", "difference", "rounds")
-
-
-def table(rows: Sequence[Row]) -> str:
-    """As GitHub's Markdown."""
-    lines = [HEADER, ("---", "---", *["---:"] * 5)]
-    for row in rows:
-        low, median, high = row.ratio
-        cells = (row.model, row.runner, f"{row.median_s * 1e3:.4g}", f"{median:.3f}", f"{low:.3f} .. {high:.3f}")
-        lines.append((*cells, f"{row.difference:.1e}", str(row.rounds)))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    # TVM's thread pool reads both before its first parallel call.
+    os.environ["TVM_NUM_THREADS"] = str(args.threads)
+    os.environ.setdefault("TVM_BIND_THREADS", "0")
+    found: list[compare.Row] = []
+    for name in args.models:
+        print(name, file=sys.stderr)
+        found += rows(name, args.fuse, args.peers, args.threads, args.seconds)
+    print(json.dumps([dataclasses.asdict(row) for row in found]) if args.json else compare.table(found))

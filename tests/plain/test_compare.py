@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench import models, run
+from bench import models
+from tvmfuse import compare
 
 
 class FakeClock:
@@ -18,17 +19,17 @@ class FakeClock:
     def __call__(self) -> float:
         return self.now
 
-    def spend(self, name: str, seconds: float, value: float = 1.0) -> run.Runner:
+    def spend(self, name: str, seconds: float, value: float = 1.0) -> compare.Runner:
         def call() -> None:
             self.now += seconds
             self.calls.append(name)
 
-        return run.Runner(call, {"y": np.array([value, 2.0], np.float32)})
+        return compare.Runner(call, {"y": np.array([value, 2.0], np.float32)})
 
 
 def test_ratio_is_the_first_runner_over_the_other() -> None:
     clock = FakeClock()
-    rows = run.compare("m", {"a": clock.spend("a", 1.0), "b": clock.spend("b", 2.0, value=1.5)}, 100, clock)
+    rows = compare.compare("m", {"a": clock.spend("a", 1.0), "b": clock.spend("b", 2.0, value=1.5)}, 100, clock)
     assert [(row.runner, row.median_s, row.ratio[1], row.difference) for row in rows] == [
         ("a", pytest.approx(1.0), pytest.approx(1.0), 0.0),
         ("a (A/A)", pytest.approx(1.0), pytest.approx(1.0), 0.0),
@@ -38,7 +39,7 @@ def test_ratio_is_the_first_runner_over_the_other() -> None:
 
 def test_a_round_samples_every_runner_once() -> None:
     clock = FakeClock()
-    times = run.samples({name: clock.spend(name, 1.0).call for name in "abc"}, 60, clock)
+    times = compare.samples({name: clock.spend(name, 1.0).call for name in "abc"}, 60, clock)
     timed = clock.calls[6:]  # two calls each to find the repeats
     assert {len(t) for t in times.values()} == {len(timed) // 6}
     rounds = [timed[i : i + 6 : 2] for i in range(0, len(timed), 6)]
@@ -48,14 +49,14 @@ def test_a_round_samples_every_runner_once() -> None:
 
 def test_short_calls_are_repeated_within_a_sample() -> None:
     clock = FakeClock()
-    times = run.samples({"a": clock.spend("a", 1e-4).call}, 0, clock)
+    times = compare.samples({"a": clock.spend("a", 1e-4).call}, 0, clock)
     assert len(times["a"]) == 5
     assert len(clock.calls) == 2 + 5 * (1 + 50)
 
 
 def test_every_row_of_the_table_has_every_column() -> None:
-    row = run.Row("m", "a", 1e-3, (0.9, 1.0, 1.1), 1e-7, 5)
-    assert run.table([row]).splitlines() == [
+    row = compare.Row("m", "a", 1e-3, (0.9, 1.0, 1.1), 1e-7, 5)
+    assert compare.table([row]).splitlines() == [
         "| model | runner | median ms | first / this | quartiles | difference | rounds |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
         "| m | a | 1 | 1.000 | 0.900 .. 1.100 | 1.0e-07 | 5 |",
@@ -65,8 +66,8 @@ def test_every_row_of_the_table_has_every_column() -> None:
 def test_onnxruntime_writes_the_bound_outputs() -> None:
     name = "dfn3_df_dec_s1"
     feeds = models.inputs(name)
-    runner = run.onnxruntime(models.load(name), models.shapes(name), feeds, threads=1)
+    runner = compare.onnxruntime(models.load(name), models.shapes(name), feeds, threads=1)
     first = {key: value.copy() for key, value in runner.outputs.items()}
     feeds["emb"][...] = 0
     runner.call()
-    assert run.difference(first, runner.outputs) > 0
+    assert compare.difference(first, runner.outputs) > 0
