@@ -120,6 +120,7 @@ def test_simplified_chains_move_the_same(chain):
         pytest.param((6, 4), [("reshape", (2, 3, 4))], (2, 3, 1), (("reshape", (6, 1)),), id="whole of a split axis"),
         pytest.param((4, 6), [("permute", (1, 0))], (6, 1), (("reshape", (6,)),), id="permuted vector"),
         pytest.param((2, 3, 4), [("permute", (2, 0, 1))], (4, 2, 3), (("permute", (1, 2, 0)),), id="residual through the inverse"),
+        pytest.param((1, 2, 3, 4), [("permute", (0, 3, 1, 2))], (1, 4, 2, 3), (("permute", (0, 2, 3, 1)),), id="with an axis of extent 1"),
         pytest.param(
             (6, 4),
             [("reshape", (2, 3, 4))],
@@ -145,9 +146,7 @@ def test_simplified_chains_move_the_same(chain):
         pytest.param(
             (6, 4), [("reshape", (4, 6))], (4, 1), (("broadcast", (4, 6)), ("reshape", (6, 4))), id="entangled axes are repeated whole"
         ),
-        pytest.param(
-            (6, 5, 4), [("reshape", (2, 3, 20)), ("reshape", (2, 3, 5, 4))], (5, 1), (), id="axes merged and split again survive"
-        ),
+        pytest.param((6, 5, 4), [("reshape", (2, 3, 20)), ("reshape", (2, 3, 5, 4))], (5, 1), (), id="axes merged and split again survive"),
     ],
 )
 def test_plans(shape, ops, operand, steps):
@@ -197,6 +196,12 @@ def test_matched_groups_are_the_smallest():
 )
 def test_order_of_whole_axes(extents, ops, order):
     assert order_of(("b", "m", "n"), extents, ops) == (None if order is None else tuple(order))
+
+
+def test_a_chain_and_its_inverse_cancel():
+    there = [("reshape", (1, 2, 3, 4)), ("permute", (0, 3, 1, 2)), ("reshape", (4, 6))]
+    back = pull_back((6, 4), there, (4, 6))
+    assert simplified((6, 4), [*there, *back.steps]) == ()
 
 
 @settings(max_examples=150, deadline=None)

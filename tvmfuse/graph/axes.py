@@ -98,6 +98,19 @@ class Layout:
         source = tuple(tuple(atom for axis in after for atom in split.result[axis]) for _, after in groups)
         return Layout(self.extents, self.source, merged), Layout(split.extents, source, split.result)
 
+    def steps(self) -> tuple[Step, ...]:
+        """The layout as one reshape, one permutation, or one between two reshapes."""
+        stored = [atom for axis in self.source for atom in axis]
+        wanted = [atom for axis in self.result for atom in axis]
+        before, after = self.shape(self.source), self.shape(self.result)
+        if stored == wanted:
+            return _joined(before, [("reshape", after)])
+        if max(map(len, self.source + self.result)) == 1 and before.count(1) == after.count(1):
+            units = iter([at for at, axis in enumerate(self.source) if not axis])
+            return (("permute", tuple(self.source.index(axis) if axis else next(units) for axis in self.result)),)
+        atoms = tuple(self.extents[atom] for atom in stored)
+        return _joined(before, [("reshape", atoms), ("permute", tuple(stored.index(atom) for atom in wanted)), ("reshape", after)])
+
     def pull_back(self, operand: Shape) -> tuple[Step, ...]:
         """Steps from an operand that broadcasts against the result to one of the source's rank that broadcasts against the source."""
         aligned = (1,) * (len(self.result) - len(operand)) + operand
@@ -142,7 +155,17 @@ def result_shape(shape: Shape, ops: Sequence[Step]) -> Shape:
 
 
 def simplified(shape: Shape, ops: Sequence[Step]) -> tuple[Step, ...]:
-    """The same movement with neighbours of a kind joined and what moves nothing left out."""
+    """The same movement in as few steps as this module knows: what cancels is gone, one permutation does where one can."""
+    joined = _joined(shape, ops)
+    if all(kind != "broadcast" for kind, _ in joined):
+        layouts = layouts_of(shape, joined)
+        if len(layouts) == 1:
+            return min(joined, layouts[0].steps(), key=len)
+    return joined
+
+
+def _joined(shape: Shape, ops: Sequence[Step]) -> tuple[Step, ...]:
+    """`ops` with neighbours of a kind made one, and without those that change nothing."""
     joined: list[tuple[Shape, Step]] = []
     for kind, argument in ops:
         before = shape
@@ -157,13 +180,13 @@ def simplified(shape: Shape, ops: Sequence[Step]) -> tuple[Step, ...]:
         if argument != (tuple(range(len(before))) if kind == "permute" else before):
             joined.append((before, (kind, argument)))
     steps = tuple(step for _, step in joined)
-    return steps if steps == tuple(ops) else simplified(joined[0][0] if joined else shape, steps)
+    return steps if steps == tuple(ops) else _joined(joined[0][0] if joined else shape, steps)
 
 
 def layouts_of(shape: Shape, ops: Sequence[LayoutOp]) -> tuple[Layout, ...]:
     """The layouts that a chain amounts to, first to last: one, and one more for each reshape that entangles axes."""
     done, current = [], Layout.of(shape)
-    for kind, argument in simplified(shape, ops):
+    for kind, argument in _joined(shape, ops):
         following = current.permute(argument) if kind == "permute" else current.reshape(argument)
         if following is None:
             merged, following = current.disentangle(argument)
@@ -176,7 +199,7 @@ def pull_back(shape: Shape, ops: Sequence[LayoutOp], operand: Shape) -> Plan:
     """Move an elementwise op from below a chain of layout ops to above it.
 
     op(layout(x), y) -> layout(op(x, plan(y))), the same to the bit: `plan` only moves and repeats elements.
-    Shapes   x `shape`; y `operand`, aligned from the right as NumPy does; plan(y) has no leading axes of extent 1.
+    Shapes   x `shape`; y `operand`, aligned from the right as NumPy does; plan(y) the shape of x, or else no leading axes of extent 1.
     Raises   ValueError when y broadcasts the result up, so that op(layout(x), y) has not layout(x)'s shape.
     """
     result = result_shape(shape, ops)
@@ -187,7 +210,8 @@ def pull_back(shape: Shape, ops: Sequence[LayoutOp], operand: Shape) -> Plan:
     for layout in reversed(layouts_of(shape, ops)):
         steps += layout.pull_back(current)
         current = result_shape(current, steps[-1:])
-    steps.append(("reshape", _without_leading_ones(current)))
+    if current != shape:
+        steps.append(("reshape", _without_leading_ones(current)))
     plan = simplified(operand, steps)
     if plan == (("reshape", _without_leading_ones(operand)),) and len(operand) <= len(shape):
         plan = ()
@@ -202,7 +226,7 @@ def order_of(labels: Sequence[str], extents: Sequence[int], ops: Sequence[Layout
 
         order_of("bmn", (2, 6, 4), [("reshape", (2, 2, 3, 4)), ("permute", (1, 2, 0, 3)), ("reshape", (3, 16))]) == ("m", "b", "n")
     """
-    chain = list(simplified(tuple(extents), ops))
+    chain = list(_joined(tuple(extents), ops))
     if chain and chain[-1][0] == "reshape":
         chain.pop()
     layouts = layouts_of(tuple(extents), chain)

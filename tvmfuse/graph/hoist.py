@@ -1,0 +1,511 @@
+"""Move epilogue ops above the layout ops that part them from their anchor.
+
+    lv = matmul(x, w);  lv1 = reshape(lv, (1, 4, 2, 3));  lv2 = add(lv1, bias);  lv3 = relu(lv2)
+    -> lv = matmul(x, w);  lv2 = add(lv, bias');  lv3 = relu(lv2);  lv1 = reshape(lv3, (1, 4, 2, 3))
+
+The result is the same to the bit: ops keep their order and their operands' order, and only data is moved. From each anchor a *path* leads
+down: a region of epilogue ops, a layout op, a region, and so on. A region is straight-line or a small DAG (silu is x * sigmoid(x)) that
+one value leaves; it is the largest one with that property. All regions of a path move to the anchor, all its layout ops below them.
+
+Operands: a constant is moved in NumPy, and repeated where it spans a part of an axis of the anchor. A run-time operand is read through the
+inverse of the layout ops, or from before them where it stands behind equal ones; it is refused where it would have to be repeated.
+
+The anchor computed last takes an op that joins two anchors: the other's result is then an operand like any other.
+
+Source: own; sinking layout ops is tract's "unmerge" rewrite in the other direction.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import tvm
+from tvm import relax
+from tvm.ir import Call, GenericConst
+from tvm.relax import DataflowBlock, DataflowVar, Expr, Function, Var
+from tvm.relax.expr_functor import PyExprMutator, PyExprVisitor, mutator, visitor
+
+from .axes import LayoutOp, Shape, Step, moved, pull_back, result_shape, simplified
+from .rewrite import array_of, constant, dtype_of, op_name, shape_of
+
+ANCHORS = frozenset({"matmul", "einsum", "nn.conv1d", "nn.conv2d", "nn.conv1d_transpose", "nn.conv2d_transpose"})
+EPILOGUE_OPS = frozenset(
+    "add subtract multiply divide minimum maximum power where less greater equal isnan astype clip abs negative exp log sqrt erf floor "
+    "sigmoid tanh nn.relu nn.relu6 nn.leakyrelu nn.prelu nn.selu nn.silu nn.gelu nn.gelu_tanh nn.softplus".split()
+)
+LAYOUT_OPS = frozenset({"reshape", "squeeze", "expand_dims", "flatten", "nn.batch_flatten", "permute_dims", "layout_transform"})
+CROSSED_ATTR = "tvmfuse.crossed"
+
+Rule = Literal[
+    "second user",  # the intermediate is read outside of the region too
+    "graph output",
+    "broadcasts up",
+    "depends on the anchor",
+    "unknown shape",
+    "empty tensor",
+    "not an epilogue op",
+    "not a layout op",
+    "part of an axis",  # a run-time operand would have to be repeated along the anchor's axis
+]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why one op stays below a layout op. `op` and `blocking` name variables of the module; `hint` is for a person."""
+
+    op: str
+    blocking: str
+    rule: Rule
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.op} stays below {self.blocking}: {self.hint}"
+
+
+@dataclass(frozen=True, eq=False)
+class Crossing:
+    """A layout op with static shapes, as a chain of `LayoutOp`s."""
+
+    var: Var
+    call: Call
+    before: Shape
+    ops: tuple[LayoutOp, ...]
+
+    @property
+    def source(self) -> Var:
+        return self.call.args[0]
+
+    def __str__(self) -> str:
+        name = op_name(self.call)
+        if name == "permute_dims":
+            return f"{name} {_text(self.ops[0][1])}"
+        return f"{name} {_text(self.before)}->{_text(result_shape(self.before, self.ops))}"
+
+
+Chain = tuple[Crossing, ...]
+
+
+@tvm.relax.transform.function_pass(opt_level=0, name="HoistEpilogue")
+class HoistEpilogue:
+    """Move epilogue ops above layout ops, up to their anchor, as an ordinary Relax pass to be run before LegalizeOps.
+
+    The function attribute `tvmfuse.crossed` maps the name of each hoisted op's variable to the layout ops it moved across, in the model's
+    order, such as ["reshape (3136,64)->(1,56,56,64)", "permute_dims (0,3,1,2)"].
+    """
+
+    def transform_function(self, func: Function, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> Function:
+        if "Primitive" in func.attrs:
+            return func
+        hoist = _Hoist(mod, func)
+        hoisted = hoist.visit_expr(func)
+        if not hoist.crossed:
+            return func
+        crossed = {name: list(chain) for name, chain in func.attrs.get(CROSSED_ATTR, {}).items()} | hoist.crossed
+        return relax.analysis.remove_all_unused(hoisted).with_attr(CROSSED_ATTR, crossed)
+
+
+def refusals(mod: tvm.IRModule) -> list[Refusal]:
+    """Every op that can't be moved above a layout op that follows an anchor, in the model's order. Nothing is rewritten."""
+    found: list[Refusal] = []
+    for func in mod.functions.values():
+        if isinstance(func, Function) and "Primitive" not in func.attrs:
+            blocks = _Blocks()
+            blocks.visit_expr(func)
+            found += [refusal for block in blocks.found for refusal in _Analysis(block).refusals()]
+    return found
+
+
+def why_not(mod: tvm.IRModule, op: str) -> str | None:
+    """Why the op bound to the variable named `op` stays below a layout op; None if nothing keeps it there."""
+    return "; ".join(dict.fromkeys(refusal.hint for refusal in refusals(mod) if refusal.op == op)) or None
+
+
+@dataclass(frozen=True)
+class _Problem:
+    rule: Rule
+    hint: str
+
+
+class _Analysis:
+    """Which ops of one dataflow block move, and across what.
+
+    hoisted   epilogue op -> the layout ops it moves across.
+    exits     the last op of each path, which the path's layout ops follow.
+    crossed   the layout ops of all paths.
+    """
+
+    def __init__(self, block: DataflowBlock) -> None:
+        self.values: dict[Var, Expr] = {binding.var: binding.value for binding in block.bindings}
+        self.hoisted: dict[Var, Chain] = {}
+        self.exits: set[Var] = set()
+        self.crossed: dict[Var, Crossing] = {}
+        self._vars = list(self.values)
+        self._order = {var: at for at, var in enumerate(self._vars)}
+        self._users = {var: sorted(users, key=self._order.__getitem__) for var, users in relax.analysis.udchain(block).items()}
+        self._claimed: set[Var] = set()
+        self._refused: dict[Var, Refusal] = {}
+        for var in reversed(self._vars):
+            if op_name(self.values[var]) in ANCHORS:
+                self._follow(var)
+
+    def refusals(self) -> list[Refusal]:
+        return [self._refused[var] for var in sorted(self._refused, key=self._order.__getitem__) if var not in self._claimed]
+
+    def constant(self, value: Expr) -> np.ndarray | None:
+        """The elements of a constant, also of one behind layout ops; None for what is only known at run time."""
+        if isinstance(value, GenericConst):
+            return array_of(value)
+        crossing = crossing_of(value, self.values.get(value)) if isinstance(value, Var) else None
+        source = self.constant(crossing.call.args[0]) if crossing else None
+        return None if crossing is None or source is None else moved(source, crossing.ops)
+
+    def _follow(self, anchor: Var) -> None:
+        """Take the path that leads down from `anchor`, and say what stops it."""
+        value, chain, path = anchor, Chain(), dict[Var, Chain]()
+        while True:
+            moving, held = self._grow(value, chain)
+            path |= dict.fromkeys(moving, chain)
+            value = moving[-1] if moving else value
+            users = self._users[value]
+            crossing = crossing_of(users[0], self.values[users[0]]) if len(users) == 1 and not self._is_output(value) else None
+            if crossing is None:
+                break
+            value, chain = crossing.var, (*chain, crossing)
+        self._claimed.update(path)
+        self._refuse(value, chain, held)
+        hoisted = {var: crossed for var, crossed in path.items() if crossed}
+        if hoisted:
+            exit_ = next(reversed(hoisted))
+            self.hoisted |= hoisted
+            self.exits.add(exit_)
+            self.crossed |= {crossing.var: crossing for crossing in hoisted[exit_]}
+
+    def _grow(self, entry: Var, chain: Chain) -> tuple[list[Var], list[Var]]:
+        """The region of epilogue ops that starts at `entry`, in the model's order, and the ops that one value doesn't leave any more.
+
+        Ops are taken in the model's order until one can't move. Whenever a single value is left that somebody still has to read, that
+        value is a possible exit; the last one found is the exit of the largest region.
+        """
+        taken: list[Var] = []
+        closed = 0
+        unread = {entry: self._readers(entry)}
+        region = {entry}
+        queue = [self._order[user] for user in self._users[entry]]
+        while queue:
+            var = self._vars[heapq.heappop(queue)]
+            if var in region:
+                continue
+            if var in self._claimed or self._problem(var, entry, chain, region):
+                break
+            for read in region.intersection(relax.analysis.free_vars(self.values[var])):
+                unread[read] -= 1
+                if not unread[read]:
+                    del unread[read]
+            taken.append(var)
+            region.add(var)
+            unread[var] = self._readers(var)
+            if list(unread) == [var]:
+                closed = len(taken)
+            for user in self._users[var]:
+                heapq.heappush(queue, self._order[user])
+        return taken[:closed], taken[closed:]
+
+    def _problem(self, var: Var, entry: Var, chain: Chain, region: set[Var]) -> _Problem | None:
+        """Why `var` can't be computed on the anchor's side of `chain`; `region` holds what is already there."""
+        value = self.values[var]
+        if op_name(value) not in EPILOGUE_OPS:
+            return _Problem("not an epilogue op", f"{_name(var, value)} is not an epilogue op")
+        below, result = shape_of(entry), shape_of(var)
+        if below is None or result is None:
+            return _Problem("unknown shape", f"the shape of {_name(var, value)} is only known at run time")
+        if result != below:
+            return _Problem("broadcasts up", f"an operand broadcasts {_text(below)} up to {_text(result)}")
+        above = chain[0].before if chain else below
+        for position, operand in enumerate(value.args):
+            if not _is_tensor(operand):
+                continue
+            shape = _operand_shape(value, position)
+            if operand in region:
+                if shape != below:
+                    return _Problem("depends on the anchor", f"its slope `{operand.name}` depends on the anchor's own result")
+            elif shape is None:
+                return _Problem("unknown shape", f"the shape of its operand {_name(operand)} is only known at run time")
+            elif pull_back(above, _ops(chain), shape).materialises and self.constant(operand) is None:
+                spans = f"its run-time operand {_name(operand)} {_text(shape)} spans only a part of an axis of {_text(above)}"
+                return _Problem("part of an axis", f"{spans}; a constant would be repeated along it")
+        return None
+
+    def _refuse(self, value: Var, chain: Chain, held: list[Var]) -> None:
+        """Record why the readers of `value`, at which a path ends, stay where they are."""
+        for user in self._users[value]:
+            if op_name(self.values[user]) in LAYOUT_OPS:
+                for op in self._epilogue_ops_below(user):
+                    self._record(op, self._layout_name(user), self._why_not_crossed(value, user))
+            elif chain and op_name(self.values[user]) not in ANCHORS | {""}:
+                problem = self._problem(user, value, chain, {value, *held}) or self._why_held(value, user, held)
+                self._record(user, str(chain[-1]), problem)
+
+    def _record(self, op: Var, blocking: str, problem: _Problem) -> None:
+        self._refused.setdefault(op, Refusal(op.name, blocking, problem.rule, problem.hint))
+
+    def _why_not_crossed(self, value: Var, layout: Var) -> _Problem:
+        if shared := self._why_shared(value, layout, []):
+            return shared
+        shapes = shape_of(value), shape_of(layout)
+        if None in shapes:
+            return _Problem("unknown shape", f"the shape of {_name(layout, self.values[layout])} is only known at run time")
+        if 0 in shapes[0]:
+            return _Problem("empty tensor", f"`{value.name}` has no elements")
+        return _Problem("not a layout op", f"{_name(layout, self.values[layout])} does more than to permute elements")
+
+    def _why_held(self, value: Var, user: Var, held: list[Var]) -> _Problem:
+        """Why no single value leaves the region that `user` starts."""
+        for operand in relax.analysis.free_vars(self.values[user]):
+            if operand not in (value, *held) and self._depends(operand, value):
+                return _Problem("depends on the anchor", f"its operand `{operand.name}` depends on the anchor's own result `{value.name}`")
+        for read in (value, *held):
+            if read != user and (shared := self._why_shared(read, user, held)):
+                return shared
+        return _Problem("second user", f"no single value leaves the ops that read `{value.name}`")
+
+    def _why_shared(self, value: Var, user: Var, held: list[Var]) -> _Problem | None:
+        if self._is_output(value):
+            return _Problem("graph output", f"`{value.name}` is a graph output")
+        for other in self._users[value]:
+            if other not in (user, *held):
+                return _Problem("second user", f"`{value.name}` is also read by {_name(other, self.values[other])}")
+        return None
+
+    def _depends(self, value: Var, on: Var) -> bool:
+        seen, stack = set(), [value]
+        while stack:
+            var = stack.pop()
+            if var == on:
+                return True
+            if var not in seen and self._order.get(var, -1) > self._order[on]:
+                seen.add(var)
+                stack += relax.analysis.free_vars(self.values[var])
+        return False
+
+    def _epilogue_ops_below(self, layout: Var) -> Iterator[Var]:
+        for user in self._users[layout]:
+            if op_name(self.values[user]) in LAYOUT_OPS:
+                yield from self._epilogue_ops_below(user)
+            elif op_name(self.values[user]) in EPILOGUE_OPS:
+                yield user
+
+    def _layout_name(self, layout: Var) -> str:
+        return str(crossing_of(layout, self.values[layout]) or op_name(self.values[layout]))
+
+    def _readers(self, var: Var) -> int:
+        return len(self._users[var]) + self._is_output(var)
+
+    @staticmethod
+    def _is_output(var: Var) -> bool:
+        return not isinstance(var, DataflowVar)
+
+
+@visitor
+class _Blocks(PyExprVisitor):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[DataflowBlock] = []
+
+    def visit_dataflow_block_(self, block: DataflowBlock) -> None:
+        self.found.append(block)
+        super().visit_dataflow_block_(block)
+
+
+@mutator
+class _Hoist(PyExprMutator):
+    """Carries out each block's analysis. Epilogue ops and layout ops keep their names, wherever they stand.
+
+    crossed   name of each hoisted op's variable -> what it crossed.
+    """
+
+    def __init__(self, mod: tvm.IRModule, func: Function) -> None:
+        super().__init__(mod)
+        self.crossed: dict[str, list[str]] = {}
+        self._analysis = _Analysis(DataflowBlock([]))
+        self._names = Counter(var.name for var in relax.analysis.all_vars(func))
+        self._above: dict[Var, Expr] = {}  # a value below the layout ops of the path under way -> the same value above them
+        self._moved: dict[tuple[Expr, tuple[Step, ...]], Expr] = {}
+
+    def visit_dataflow_block_(self, block: DataflowBlock) -> relax.BindingBlock:
+        self._analysis = _Analysis(block)
+        self._moved.clear()
+        return super().visit_dataflow_block_(block)
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        var, analysis = binding.var, self._analysis
+        if var in analysis.crossed:
+            source = analysis.crossed[var].source
+            self._above[var] = self._above[source] if source in self._above else self.visit_expr(source)
+        elif var in analysis.hoisted:
+            self._raise(var, binding.value, analysis.hoisted[var])
+        else:
+            super().visit_var_binding_(binding)
+
+    def _raise(self, var: Var, call: Call, chain: Chain) -> None:
+        """Bind `call` above `chain` and, when it is its path's last op, the chain below it."""
+        args = [self._operand(call, position, chain) if _is_tensor(arg) else arg for position, arg in enumerate(call.args)]
+        if op_name(call) == "nn.prelu":
+            value = self._prelu(var, *args)
+        else:
+            value = Call(call.op, args, call.attrs, call.ty_args)
+        above = self._bind(self._kept(var), value)
+        self.crossed[above.name] = [str(crossing) for crossing in chain]
+        if var not in self._analysis.exits:
+            self._above[var] = above
+            return
+        for crossing in chain:
+            lowered = Call(crossing.call.op, [above, *crossing.call.args[1:]], crossing.call.attrs, crossing.call.ty_args)
+            above = self._bind(self._kept(crossing.var), lowered, type(var) if crossing is chain[-1] else DataflowVar)
+        self.set_var_remap(var, above)
+
+    def _operand(self, call: Call, position: int, chain: Chain) -> Expr:
+        """What the op reads above the layout ops instead of `call.args[position]`."""
+        operand = call.args[position]
+        if operand in self._above:
+            return self._above[operand]
+        shape = _operand_shape(call, position)
+        plan = pull_back(chain[0].before, _ops(chain), shape)
+        steps = simplified(shape_of(operand), (("reshape", shape), *plan.steps))
+        array = self._analysis.constant(operand)
+        if array is not None:
+            unchanged = isinstance(operand, GenericConst) and not steps
+            return operand if unchanged else constant(moved(array, steps), dtype_of(operand))
+        below = value = self.visit_expr(operand)
+        longer = steps
+        while crossing := crossing_of(below, self.lookup_binding(below) if isinstance(below, Var) else None):
+            below, longer = crossing.source, (*crossing.ops, *longer)
+            shorter = simplified(crossing.before, longer)
+            if len(shorter) < len(steps):
+                value, steps = below, shorter
+        return self._apply(value, steps, _hint(operand))
+
+    def _apply(self, value: Expr, steps: tuple[Step, ...], name: str) -> Expr:
+        for at, (kind, argument) in enumerate(steps):
+            done = (value, steps[at:])
+            if done not in self._moved:
+                op = relax.op.reshape if kind == "reshape" else relax.op.permute_dims
+                self._moved[done] = self._bind(self._fresh(name), op(value, argument))
+            value = self._moved[done]
+        return value
+
+    def _prelu(self, var: Var, data: Expr, slope: Expr) -> Expr:
+        """prelu knows slopes along one axis; others take its definition, which TVM evaluates to the same bits."""
+        rank, shape = len(shape_of(data)), shape_of(slope)
+        spanned = [axis for axis, extent in enumerate(shape) if extent != 1]
+        if rank and len(spanned) < 2:
+            axis = rank - len(shape) + spanned[0] if spanned else rank - 1
+            flat = (shape[spanned[0]] if spanned else 1,)
+            if isinstance(slope, GenericConst):
+                slope = constant(array_of(slope).reshape(flat))
+            elif shape != flat:
+                slope = self._apply(slope, (("reshape", flat),), _hint(slope))
+            return relax.op.nn.prelu(data, slope, axis)
+        positive = self._bind(self._fresh(var.name), relax.op.greater(data, relax.const(0, dtype_of(data))))
+        scaled = self._bind(self._fresh(var.name), relax.op.multiply(data, slope))
+        return relax.op.where(positive, data, scaled)
+
+    def _bind(self, name: str, value: Expr, kind: type[Var] = DataflowVar) -> Var:
+        value = self.builder_.normalize(value)
+        var = kind(name, value.ty)
+        self.builder_.emit_normalized(relax.VarBinding(var, value))
+        return var
+
+    def _kept(self, var: Var) -> str:
+        return var.name if self._names[var.name] == 1 else self._fresh(var.name)
+
+    def _fresh(self, name: str) -> str:
+        fresh = next(fresh for at in itertools.count(1) if (fresh := f"{name}_{at}") not in self._names)
+        self._names[fresh] = 1
+        return fresh
+
+
+def crossing_of(var: Expr, value: Expr | None) -> Crossing | None:
+    """The layout op that `var` is bound to; None for anything else, for shapes that aren't static and for empty tensors."""
+    name = op_name(value)
+    if name not in LAYOUT_OPS:
+        return None
+    before, after = shape_of(value.args[0]), shape_of(var)
+    if before is None or after is None or 0 in before:
+        return None
+    if name == "layout_transform":
+        ops = _index_map_ops(value.attrs, before)
+    elif name == "permute_dims":
+        rank = len(before)
+        axes = range(rank)[::-1] if value.attrs.axes is None else value.attrs.axes
+        ops = (("permute", tuple(int(axis) % rank for axis in axes)),)
+    else:
+        ops = (("reshape", after),)
+    return None if ops is None else Crossing(var, value, before, ops)
+
+
+def _index_map_ops(attrs: tvm.ir.Attrs, before: Shape) -> tuple[LayoutOp, ...] | None:
+    """A layout transform whose indices are digits of the source's, as a split of its axes and a permutation; None for any other."""
+    index_map = attrs.index_map
+    digits = [_digit(index) for index in index_map.final_indices]
+    if attrs.pad_value is not None or None in digits:
+        return None
+    split: list[tuple[int, ...]] = []  # (position in the result, extent) of each digit, slowest first
+    for variable, extent in zip(index_map.initial_indices, before, strict=True):
+        own = sorted(((weight, at, base) for at, (of, weight, base) in enumerate(digits) if of.same_as(variable)), reverse=True)
+        for weight, at, base in own:
+            if extent % weight or (base or extent // weight) * weight != extent:
+                return None
+            split.append((at, extent // weight))
+            extent = weight
+        if extent != 1:
+            return None
+    stored = [at for at, _ in split]
+    return ("reshape", tuple(extent for _, extent in split)), ("permute", tuple(stored.index(at) for at in range(len(stored))))
+
+
+def _digit(index: tvm.ir.Expr) -> tuple[Var, int, int | None] | None:
+    """(variable, weight, base) where `index` is variable // weight % base; base None where nothing is cut off above."""
+    if isinstance(index, tvm.tirx.FloorDiv | tvm.tirx.FloorMod) and isinstance(index.b, tvm.tirx.IntImm):
+        inner, by = _digit(index.a), int(index.b)
+        if inner is None:
+            return None
+        variable, weight, base = inner
+        if isinstance(index, tvm.tirx.FloorMod):
+            return (variable, weight, by) if base is None or base % by == 0 else None
+        return (variable, weight * by, None if base is None else base // by) if base is None or base % by == 0 else None
+    return (index, 1, None) if isinstance(index, tvm.tirx.Var) else None
+
+
+def _operand_shape(call: Call, position: int) -> Shape | None:
+    """The shape as which an operand is broadcast against the op's result; prelu's slope lies along the axis that it names."""
+    shape = shape_of(call.args[position])
+    if shape is None or op_name(call) != "nn.prelu" or position == 0:
+        return shape
+    rank = len(shape_of(call.args[0]))
+    return shape + (1,) * (rank - 1 - int(call.attrs.axis) % rank)
+
+
+def _ops(chain: Chain) -> tuple[LayoutOp, ...]:
+    return tuple(op for crossing in chain for op in crossing.ops)
+
+
+def _is_tensor(value: Expr) -> bool:
+    return isinstance(value.ty, relax.TensorType)
+
+
+def _hint(value: Expr) -> str:
+    return value.name if isinstance(value, Var) else "operand"
+
+
+def _name(var: Expr, value: Expr | None = None) -> str:
+    return f"{op_name(value)} `{_hint(var)}`".lstrip()
+
+
+def _text(shape: Shape) -> str:
+    return f"({','.join(map(str, shape))})"
