@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -122,10 +123,12 @@ def run(
     if as_json:
         typer.echo(json.dumps({name: {"shape": x.shape, "dtype": str(x.dtype), **extremes(x)} for name, x in results.items()}))
         return
-    table = Table("output", "shape", "dtype", "min", "mean", "max", box=None)
-    for name, x in results.items():
-        table.add_row(name, "x".join(map(str, x.shape)), str(x.dtype), *(f"{value}" for value in extremes(x).values()))
-    stdout().print(table, markup=False)
+    print_table(
+        [
+            {"output": name, "shape": "x".join(map(str, x.shape)), "dtype": str(x.dtype), **{key: str(v) for key, v in extremes(x).items()}}
+            for name, x in results.items()
+        ]
+    )
 
 
 @app.command()
@@ -151,7 +154,16 @@ def tune(
 @app.command()
 def explain(model: Model, shape: Shapes = None, threads: Threads = None, logs: Logs = None, as_json: AsJson = False) -> None:
     """Say what is fused where, and why or why not."""
-    show(tvmfuse.explain(model, shapes=parse_shapes(shape), threads=threads, logs=logs).sites, as_json)
+    report = tvmfuse.explain(model, shapes=parse_shapes(shape), threads=threads, logs=logs)
+    if as_json:
+        sites = [{**describe(e.site), "predicted_s": e.predicted_s, "bytes_saved": e.bytes_saved} for e in report.sites]
+        typer.echo(json.dumps({"sites": sites, "refusals": [asdict(refusal) for refusal in report.refusals]}))
+        return
+    print_table(
+        [{**cells(e.site), "predicted us": f"{e.predicted_s * 1e6:.3g}", "saves KiB": f"{e.bytes_saved / 1024:.3g}"} for e in report.sites]
+    )
+    for refusal in report.refusals:
+        typer.echo(str(refusal))
 
 
 @app.command()
@@ -212,17 +224,34 @@ def describe(site: Site) -> dict[str, Any]:
     return {**fields, "workload": str(site.workload), "workload_hash": site.workload.hash()}
 
 
+def cells(site: Site) -> dict[str, str]:
+    """A site as a line of a table: heading -> text."""
+    interval = f" [{site.ci[0]:.3f}, {site.ci[1]:.3f}]" if site.ci else ""
+    return {
+        "site": site.name,
+        "anchor": site.anchor,
+        "epilogue": " ".join(site.epilogue),
+        "across": " ".join(site.crossed),
+        "placement": f"{site.placement} {site.cut}/{len(site.workload.epilogue.steps)}" if site.placement else "-",
+        "ratio [interval]": f"{site.ratio:.3f}{interval}" if site.ratio is not None else "",
+        "source": site.source,
+        "reason": site.reason or "",
+    }
+
+
 def show(sites: Sequence[Site], as_json: bool, **facts: object) -> None:
     if as_json:
         typer.echo(json.dumps({**facts, "sites": [describe(site) for site in sites]}))
-        return
-    table = Table("site", "anchor", "epilogue", "across", "placement", "ratio [interval]", "source", "reason", box=None)
-    for s in sites:
-        placement = f"{s.placement} {s.cut}/{len(s.workload.epilogue.steps)}" if s.placement else "-"
-        interval = f" [{s.ci[0]:.3f}, {s.ci[1]:.3f}]" if s.ci else ""
-        ratio = f"{s.ratio:.3f}{interval}" if s.ratio is not None else ""
-        table.add_row(s.name, s.anchor, " ".join(s.epilogue), " ".join(s.crossed), placement, ratio, s.source, s.reason or "")
-    stdout().print(table, markup=False)
+    else:
+        print_table([cells(site) for site in sites])
+
+
+def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    if rows:
+        table = Table(*rows[0], box=None)
+        for row in rows:
+            table.add_row(*(escape(text) for text in row.values()))
+        stdout().print(table)
 
 
 def parse_shapes(texts: Sequence[str] | None) -> dict[str, int | tuple[int, ...]]:

@@ -33,6 +33,17 @@ SITE = Site(
 )
 
 
+@dataclasses.dataclass
+class Refusal:
+    op: str
+
+    def __str__(self) -> str:
+        return f"{self.op} stays below lv1: two users"
+
+
+REFUSAL = Refusal("lv2")
+
+
 class FakeSession:
     """y = x + 1, with a second output whose name is no file name."""
 
@@ -95,7 +106,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict]:
         "build": FakeSession(),
         "load": FakeSession(),
         "tune": SimpleNamespace(sites=[SITE]),
-        "explain": SimpleNamespace(sites=[SITE]),
+        "explain": SimpleNamespace(sites=[SimpleNamespace(site=SITE, predicted_s=2e-6, bytes_saved=512)], refusals=[REFUSAL]),
     }.items():
         monkeypatch.setattr(tvmfuse, name, fake(name, result), raising=False)
     return calls
@@ -131,6 +142,18 @@ def test_json_is_all_that_stdout_gets(invoke: Invoke, asked: dict, model: Path, 
     for command in (["build", model, "-o", tmp_path / "a"], ["tune", model], ["explain", model]):
         site = json.loads(invoke(*command, "--json").out)["sites"][0]
         assert (site["name"], site["ratio"], site["ci"], site["workload_hash"]) == ("conv1", 0.9, [0.88, 0.92], SITE.workload.hash())
+
+
+def test_explain_adds_prediction_and_refusals(invoke: Invoke, asked: dict, model: Path) -> None:
+    text = invoke("explain", model).out
+    assert "predicted us" in text and "lv2 stays below lv1: two users" in text
+    told = json.loads(invoke("explain", model, "--json").out)
+    assert (told["sites"][0]["predicted_s"], told["sites"][0]["bytes_saved"], told["refusals"]) == (2e-6, 512, [{"op": "lv2"}])
+
+
+def test_names_are_no_markup(invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeSession, "sites", (dataclasses.replace(SITE, name="conv[bold]1"),))
+    assert "conv[bold]1" in invoke("build", model, "-o", model.with_name("a")).out
 
 
 def test_run_reads_npy_and_writes_npy(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:
