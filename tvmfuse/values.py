@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from typing import Any, Literal
 Placement = Literal["register", "tile", "separate"]
 PLACEMENTS: tuple[Placement, ...] = ("register", "tile", "separate")
 Source = Literal["measured", "predicted", "default", "forced"]
+ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 # The epilogue's closed vocabulary: op -> (number of value arguments, names of its numeric parameters).
 VOCABULARY: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -339,6 +341,12 @@ class Workload:
     def output_dtype(self) -> str:
         return self.epilogue.steps[-1].dtype if self.epilogue.steps else self.anchor.dtype
 
+    def bytes_moved(self) -> int:
+        """Inputs, operands and output, each read or written once."""
+        anchor = self.anchor
+        sizes = [(shape, anchor.dtype) for shape in anchor.input_shapes()] + [(o.shape, o.dtype) for o in self.epilogue.operands]
+        return sum(math.prod(shape) * ITEM_BYTES.get(dtype, 4) for shape, dtype in (*sizes, (anchor.output_shape(), self.output_dtype)))
+
     def to_json(self) -> dict[str, Any]:
         return {"anchor": {"type": type(self.anchor).__name__, **dataclasses.asdict(self.anchor)}, "epilogue": dataclasses.asdict(self.epilogue)}
 
@@ -397,7 +405,7 @@ class ISA:
     registers: int
 
     def lanes(self, dtype: str = "float32") -> int:
-        return self.vector_bytes // {"float64": 8, "float32": 4, "float16": 2, "int32": 4, "int64": 8}.get(dtype, 4)
+        return self.vector_bytes // ITEM_BYTES.get(dtype, 4)
 
 
 AVX512 = ISA("avx512", 64, 32)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from tvmfuse.decide import cost_model
-from tvmfuse.decide.cost_model import AnalyticPrior, features, learn, site_bytes
+from tvmfuse.decide.cost_model import AnalyticPrior, features, learn
 from tvmfuse.decide.log import Conditions, Record
 from tvmfuse.values import (
     AVX2,
@@ -42,12 +42,6 @@ def test_features_are_finite_and_named_alike_for_every_anchor(anchor) -> None:  
     found = features(Workload(anchor), Candidate("register", 0), MACHINE)
     assert list(found) == list(features(WORKLOAD, candidate(), MACHINE))
     assert all(math.isfinite(x) for x in found.values())
-
-
-def test_site_bytes_count_inputs_operands_and_output() -> None:
-    assert site_bytes(WORKLOAD) == 4 * (48 * 32 + 32 * 64 + 64 + 48 * 64)
-    halves = dataclasses.replace(WORKLOAD, epilogue=Epilogue((Step("cast", ("%0",), dtype="float16"),)))
-    assert site_bytes(halves) == 4 * (48 * 32 + 32 * 64) + 2 * 48 * 64
 
 
 def test_features_tell_cuts_and_placements_apart() -> None:

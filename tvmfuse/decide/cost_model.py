@@ -30,21 +30,12 @@ MIN_MEASURED = 50  # fewer candidates than this say less than the prior
 OP_COST = {
     "div": 8, "sqrt": 9, "pow": 40, "exp": 14, "log": 18, "sigmoid": 24, "tanh": 20, "erf": 22, "softplus": 34, "leaky_relu": 2, "clip": 2,
 }  # fmt: skip
-DTYPE_BYTES = {"float64": 8, "int64": 8, "float16": 2, "int8": 1, "uint8": 1, "bool": 1}
 FAMILIES = ("matmul", "conv2d", "depthwise", "conv2d_transpose", "recurrent", "elementwise")
 
 
 class Ranker(Protocol):
     def rank(self, workload: Workload, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The same candidates, the most promising first."""
-
-
-def site_bytes(workload: Workload) -> int:
-    """Bytes of everything the site reads and writes once: inputs, operands, output."""
-    size = DTYPE_BYTES.get(workload.anchor.dtype, 4)
-    inputs = sum(math.prod(shape) for shape in workload.anchor.input_shapes()) * size
-    operands = sum(math.prod(o.shape) * DTYPE_BYTES.get(o.dtype, 4) for o in workload.epilogue.operands)
-    return inputs + operands + math.prod(workload.anchor.output_shape()) * DTYPE_BYTES.get(workload.output_dtype, 4)
 
 
 def features(workload: Workload, candidate: Candidate, machine: Machine) -> dict[str, float]:
@@ -54,7 +45,7 @@ def features(workload: Workload, candidate: Candidate, machine: Machine) -> dict
     """
     anchor, steps, lanes = workload.anchor, workload.epilogue.steps, machine.isa.lanes(workload.anchor.dtype)
     knobs = dict(candidate.knobs)
-    moved, elements = site_bytes(workload), math.prod(anchor.output_shape())
+    moved, elements = workload.bytes_moved(), math.prod(anchor.output_shape())
     rows, columns = _tile(knobs)
     vectors = -(-columns // lanes)
     costs = [OP_COST.get(step.op, 1) for step in steps]
@@ -124,7 +115,7 @@ class AnalyticPrior:
         if candidate.cut < f["steps"]:
             traffic += 2 * stored / self._bandwidth(stored)
             launches += 1
-        moved = site_bytes(workload)
+        moved = workload.bytes_moved()
         return max(compute, moved / self._bandwidth(moved)) + epilogue + traffic / split + launches * LAUNCH_S
 
     def _bandwidth(self, size: int) -> float:
