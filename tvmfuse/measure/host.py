@@ -1,0 +1,214 @@
+"""What this machine is, and what a target can do: identity of the CPU, cache sizes, instruction set, toolchain."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm.target import Target, codegen
+
+from ..errors import UnsupportedError, UsageError
+from ..values import AVX2, AVX512, ISA, NEON, Host, Machine
+
+CPUINFO = Path("/proc/cpuinfo")
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+NEEDED = {"avx512": ("avx512f", "avx512vl", "avx512dq", "avx512bw"), "avx2": ("avx2", "fma"), "neon": ("neon",)}
+ARM_IMPLEMENTERS = {0x41: "ARM", 0x46: "Fujitsu", 0x48: "HiSilicon", 0x4E: "NVIDIA", 0x51: "Qualcomm", 0x61: "Apple", 0xC0: "Ampere"}
+# What compiled kernels may make use of, in LLVM's names: the rest of a CPU's features never occurs in them.
+EMITTED = {"x86_64": re.compile(r"s?sse\d.*|avx.*|fma|f16c|bmi2?|lzcnt|popcnt|movbe"), "aarch64": re.compile(r"neon|sve2?")}
+# LLVM's name -> the kernel's in /proc/cpuinfo, where they differ by more than "." or "-" for "_".
+X86_NAMES = {
+    "64bit": "lm", "bmi": "bmi1", "crc32": "sse4_2", "lzcnt": "abm", "pclmul": "pclmulqdq", "prfchw": "3dnowprefetch", "rdrnd": "rdrand",
+    "sahf": "lahf_lm", "sha": "sha_ni", "sse3": "pni", "shstk": "user_shstk",
+}  # fmt: skip
+ARM_NAMES = {
+    "crc": "crc32", "dotprod": "asimddp", "fp-armv8": "fp", "fp16fml": "asimdfhm", "fullfp16": "fphp", "lse": "atomics", "neon": "asimd",
+    "rdm": "asimdrdm",
+}  # fmt: skip
+
+
+@functools.cache
+def host() -> Host:
+    """This machine's CPU, with the features that both the operating system and LLVM report."""
+    cpu = _cpu_description()
+    l1, l2, l3 = _cache_sizes()
+    vendor, family, model, stepping, name = _identity(cpu)
+    return Host(vendor, family, model, stepping, tuple(sorted(_features(cpu))), l1, l2, l3, name)
+
+
+@functools.cache
+def _cpu_description() -> dict[str, str]:
+    """The first processor's entries of /proc/cpuinfo; empty where there is none."""
+    if not CPUINFO.exists():
+        return {}
+    first, _, _ = CPUINFO.read_text(errors="replace").partition("\n\n")
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _identity(cpu: Mapping[str, str]) -> tuple[str, int, int, int, str]:
+    if sys.platform == "darwin":
+        numbers = [_sysctl(f"machdep.cpu.{part}") for part in ("family", "model", "stepping")]
+        vendor = _sysctl("machdep.cpu.vendor") or "Apple"
+        family, model, stepping = (int(n) if n.isdigit() else 0 for n in (numbers[0] or _sysctl("hw.cpufamily"), *numbers[1:]))
+        return vendor, family, model, stepping, _sysctl("machdep.cpu.brand_string")
+
+    def number(key: str) -> int:
+        return int(cpu.get(key) or "0", 0)
+
+    if "CPU implementer" in cpu:
+        vendor = ARM_IMPLEMENTERS.get(number("CPU implementer"), f"implementer{number('CPU implementer'):x}")
+        return vendor, number("CPU architecture"), number("CPU part"), number("CPU variant") << 4 | number("CPU revision"), _llvm_cpu()
+    return cpu.get("vendor_id", "unknown"), number("cpu family"), number("model"), number("stepping"), cpu.get("model name", _llvm_cpu())
+
+
+def _llvm_cpu() -> str:
+    return str(tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUName")())
+
+
+def _llvm_features() -> dict[str, bool]:
+    found = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    return {str(name): bool(on) for name, on in found.items()}
+
+
+def _features(cpu: Mapping[str, str]) -> set[str]:
+    """LLVM's features that the operating system lists too: it leaves out what it can't save or was told to hide."""
+    reported = {name for name, on in _llvm_features().items() if on} or _target_features(Target({"kind": "llvm", "mcpu": _llvm_cpu()}))
+    return {name for name in reported if not _masked(name, cpu)}
+
+
+def _masked(feature: str, cpu: Mapping[str, str]) -> bool:
+    """Whether the operating system lists CPU features, but not this one."""
+    if "flags" in cpu:
+        flags, known_as = cpu["flags"].split(), X86_NAMES.get(feature, feature.replace(".", "_"))
+        return known_as.replace("_", "") not in {flag.replace("_", "") for flag in flags}
+    if "Features" in cpu:
+        return feature in ARM_NAMES and ARM_NAMES[feature] not in cpu["Features"].split()
+    return False
+
+
+def _sysctl(name: str) -> str:
+    return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _cache_sizes() -> tuple[int, int, int]:
+    """Bytes of the L1 data, L2 and L3 cache of one core; what can't be read is as in `Machine`. Without an L3, the L2 is the last level."""
+    found: dict[int, int] = {}
+    if sys.platform == "darwin":
+        for level, name in ((1, "hw.l1dcachesize"), (2, "hw.l2cachesize"), (3, "hw.l3cachesize")):
+            size = _sysctl(name.replace("hw.", "hw.perflevel0.")) or _sysctl(name)  # performance cores first, where there are two kinds
+            if size.isdigit() and int(size):
+                found[level] = int(size)
+    for index in sorted(CACHES.glob("index*")):
+        kind, level, size = ((index / name).read_text().strip() for name in ("type", "level", "size"))
+        if kind != "Instruction" and (parsed := re.fullmatch(r"(\d+)([KMG]?)", size)):
+            found[int(level)] = int(parsed[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[parsed[2]]
+    l1, l2 = found.get(1, Machine.l1), found.get(2, Machine.l2)
+    return l1, l2, found.get(3, l2 if found else Machine.l3)
+
+
+def host_target(num_cores: int = 1) -> Target:
+    """This CPU as LLVM knows it. What its model implies but this machine doesn't offer, as behind a hypervisor, is switched off.
+
+    `Target.from_device` gives the model's features alone: a masked one is an illegal instruction.
+    """
+    plain = Target({"kind": "llvm", "mcpu": _llvm_cpu()})
+    implied, offered, known = _target_features(plain), set(host().features), set(_llvm_features())
+    lacking = {f for f in implied - offered if f in known or _masked_by_name(f)}
+    attributes = [f"-{f}" for f in sorted(lacking)] + [f"+{f}" for f in sorted(offered - implied)]
+    return Target({"kind": "llvm", "mcpu": _llvm_cpu(), "num-cores": num_cores, **({"mattr": attributes} if attributes else {})})
+
+
+def _masked_by_name(feature: str) -> bool:
+    return feature in ARM_NAMES and _masked(feature, _cpu_description())
+
+
+def _architecture(target: Target) -> str:
+    """ "x86_64", "aarch64" or whatever else the triple starts with."""
+    triple = str(target.attrs.get("mtriple") or codegen.llvm_get_system_triple())
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(triple.split("-")[0], triple.split("-")[0])
+
+
+def _target_features(target: Target) -> set[str]:
+    return {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
+
+
+def isa_of(target: Target) -> ISA:
+    """The widest instruction set of ours that a target has.
+
+    Raises UnsupportedError, naming what is missing: without fused multiply-add the same bits can't be had.
+    """
+    if target.kind.name != "llvm":
+        raise UnsupportedError(f"target kind {target.kind.name!r}: only llvm targets, CPUs, are supported")
+    architecture = _architecture(target)
+    if architecture not in ("x86_64", "aarch64"):
+        raise UnsupportedError(f"architecture {architecture}: only x86-64 with AVX2 and FMA, and AArch64 with NEON, are supported")
+    features = _target_features(target)
+    for isa in (AVX512, AVX2) if architecture == "x86_64" else (NEON,):
+        missing = [f for f in NEEDED[isa.name] if f not in features]
+        if not missing:
+            return isa
+    cpu = target.attrs.get("mcpu", "generic")
+    raise UnsupportedError(f"target {cpu} lacks {', '.join(missing)}: fused multiply-add on vectors is required")
+
+
+def required_features(target: Target) -> tuple[str, ...]:
+    """The features, named as in `Host.features`, that a CPU needs to run what is compiled for this target."""
+    emitted = EMITTED[_architecture(target)]
+    return tuple(sorted(f for f in _target_features(target) if emitted.fullmatch(f)))
+
+
+def machine(target: Target, threads: int) -> Machine:
+    """What schedules depend on. Cache sizes are this host's when the target is this CPU, else those of `Machine`."""
+    isa = isa_of(target)
+    if target.attrs.get("mcpu") == _llvm_cpu() and _architecture(target) == _architecture(Target({"kind": "llvm"})):
+        here = host()
+        return Machine(isa, here.l1, here.l2, here.l3, threads)
+    return Machine(isa, threads=threads)
+
+
+def parse_target(target: Mapping[str, Any] | Target | None) -> Target:
+    """A checked target; None is this CPU.
+
+    TVM itself takes an unknown CPU for "generic" with a line on stderr, ignores unknown features and crashes on an unknown triple.
+    Raises   UsageError for what LLVM doesn't know, UnsupportedError as `isa_of`.
+    """
+    if target is None:
+        return host_target()
+    try:
+        parsed = target if isinstance(target, Target) else Target(dict(target))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"target {target!r}: {error}") from None
+    if parsed.kind.name == "llvm":
+        _check_llvm(parsed)
+    isa_of(parsed)
+    return parsed
+
+
+def _check_llvm(target: Target) -> None:
+    architecture, cpu = _architecture(target), target.attrs.get("mcpu")
+    if architecture not in map(str, codegen.llvm_get_targets()):
+        raise UsageError(f"target: LLVM doesn't know the triple {target.attrs['mtriple']!r}")
+    if cpu is not None and not codegen.llvm_is_valid_cpu(str(cpu), architecture):
+        raise UsageError(f"target: LLVM doesn't know the CPU {str(cpu)!r} for {architecture}")
+    for attribute in map(str, target.attrs.get("mattr") or ()):
+        switched_on = Target({"kind": "llvm", "mtriple": f"{architecture}-unknown-linux-gnu", "mattr": [f"+{attribute[1:]}"]})
+        if attribute[:1] not in ("+", "-") or attribute[1:] not in _target_features(switched_on):
+            raise UsageError(f"target: {attribute!r} is not '+' or '-' and a feature that LLVM knows for {architecture}")
+
+
+def toolchain() -> dict[str, str]:
+    """Versions that decide what code a kernel becomes."""
+    try:
+        own = importlib.metadata.version("tvmfuse")
+    except importlib.metadata.PackageNotFoundError:
+        own = "unknown"
+    return {"tvmfuse": own, "tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "llvm": str(codegen.llvm_version_major())}
