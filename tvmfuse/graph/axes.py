@@ -99,17 +99,27 @@ class Layout:
         return Layout(self.extents, self.source, merged), Layout(split.extents, source, split.result)
 
     def steps(self) -> tuple[Step, ...]:
-        """The layout as one reshape, one permutation, or one between two reshapes."""
+        """The layout in as few steps as possible: a reshape, a permutation, or a permutation before, after or between reshapes."""
         stored = [atom for axis in self.source for atom in axis]
         wanted = [atom for axis in self.result for atom in axis]
         before, after = self.shape(self.source), self.shape(self.result)
         if stored == wanted:
             return _joined(before, [("reshape", after)])
-        if max(map(len, self.source + self.result)) == 1 and before.count(1) == after.count(1):
+        extents = tuple(self.extents[atom] for atom in stored)
+        order = tuple(stored.index(atom) for atom in wanted)
+        whole, unsplit = (max(map(len, axes)) == 1 for axes in (self.source, self.result))
+        if whole and unsplit and before.count(1) == after.count(1):
             units = iter([at for at, axis in enumerate(self.source) if not axis])
             return (("permute", tuple(self.source.index(axis) if axis else next(units) for axis in self.result)),)
-        atoms = tuple(self.extents[atom] for atom in stored)
-        return _joined(before, [("reshape", atoms), ("permute", tuple(stored.index(atom) for atom in wanted)), ("reshape", after)])
+        if whole:
+            axes = sorted(range(len(before)), key=lambda axis: wanted.index(*self.source[axis]) if self.source[axis] else -1)
+            return _joined(before, [("permute", tuple(axes)), ("reshape", after)])
+        if unsplit:
+            units = itertools.count()
+            padded = (1,) * after.count(1) + extents
+            axes = [after.count(1) + stored.index(*axis) if axis else next(units) for axis in self.result]
+            return _joined(before, [("reshape", padded), ("permute", tuple(axes))])
+        return _joined(before, [("reshape", extents), ("permute", order), ("reshape", after)])
 
     def pull_back(self, operand: Shape) -> tuple[Step, ...]:
         """Steps from an operand that broadcasts against the result to one of the source's rank that broadcasts against the source."""

@@ -37,7 +37,7 @@ from .rewrite import array_of, constant, dtype_of, op_name, shape_of
 ANCHORS = frozenset({"matmul", "einsum", "nn.conv1d", "nn.conv2d", "nn.conv1d_transpose", "nn.conv2d_transpose"})
 EPILOGUE_OPS = frozenset(
     "add subtract multiply divide minimum maximum power where less greater equal isnan astype clip abs negative exp log sqrt erf floor "
-    "sigmoid tanh nn.relu nn.relu6 nn.leakyrelu nn.prelu nn.selu nn.silu nn.gelu nn.gelu_tanh nn.softplus".split()
+    "sigmoid tanh nn.relu nn.leakyrelu nn.prelu nn.selu nn.silu nn.gelu nn.gelu_tanh nn.softplus".split()
 )
 LAYOUT_OPS = frozenset({"reshape", "squeeze", "expand_dims", "flatten", "nn.batch_flatten", "permute_dims", "layout_transform"})
 CROSSED_ATTR = "tvmfuse.crossed"
@@ -290,7 +290,7 @@ class _Analysis:
                 return True
             if var not in seen and self._order.get(var, -1) > self._order[on]:
                 seen.add(var)
-                stack += relax.analysis.free_vars(self.values[var])
+                stack.extend(relax.analysis.free_vars(self.values[var]))
         return False
 
     def _epilogue_ops_below(self, layout: Var) -> Iterator[Var]:
