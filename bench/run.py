@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -33,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=models.ZOO, default=list(models.ZOO), metavar="NAME", help=" ".join(models.ZOO))
     parser.add_argument("--fuse", nargs="*", choices=("measured", "always", "never"), default=["measured"])
-    parser.add_argument("--peers", nargs="*", choices=compare.PEERS, default=["onnxruntime"])
+    parser.add_argument("--peers", nargs="*", choices=compare.PEERS, default=[p for p in compare.PEERS if importlib.util.find_spec(p)])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=10, help="of timing for each model (default: 10)")
     parser.add_argument("--json", action="store_true", help="a JSON list instead of the table")
