@@ -1,0 +1,194 @@
+"""Compile a model: load, bring to canonical form, hoist, find sites, choose, lower, and build the virtual machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from . import graph
+from .choose import Chooser, Fuse
+from .decide.log import Log
+from .errors import UnsupportedError, UsageError
+from .graph.sites import FoundSite, find_sites, recurrences
+from .kernel.generic import lower_generic
+from .kernel.lower import lower_sites
+from .measure.host import host, machine, parse_target, required_features, toolchain
+from .model.load import Loaded, load
+from .session import Manifest, Session
+from .values import Machine, Site
+
+Dump = Callable[[str, tvm.IRModule], None]
+
+
+def default_threads() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """For which CPU a model is compiled, and who chooses its candidates."""
+
+    target: tvm.target.Target
+    machine: Machine
+    chooser: Chooser
+
+
+def plan_for(target: Any, threads: int | None, fuse: Fuse, logs: str | os.PathLike[str] | None) -> Plan:
+    """The arguments of `build` that say for what and how, checked. Raises UsageError or UnsupportedError."""
+    threads = default_threads() if threads is None else threads
+    if not isinstance(threads, int) or threads < 1:
+        raise UsageError(f"threads={threads!r} has to be a positive number")
+    compiled_for = parse_target(target)
+    for_machine = machine(compiled_for, threads)
+    here = host() if target is None else None
+    log = (Log([logs]) if logs is not None else Log.shipped_and_own()) if here and fuse == "measured" else None
+    return Plan(compiled_for, for_machine, Chooser(fuse, for_machine, log, here, toolchain()))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model up to the point where choices are needed: what `build`, `tune` and `explain` share.
+
+    hoistable  the module before HoistEpilogue, in which what it refuses can be seen.
+    """
+
+    loaded: Loaded
+    hoistable: tvm.IRModule
+    mod: tvm.IRModule
+    sites: list[FoundSite]
+
+
+def prepare(model: Any, shapes: Mapping[str, Any] | None = None, dump: Dump | None = None) -> Prepared:
+    """Load a model and run every graph pass over it; nothing is compiled."""
+    loaded = load(model, shapes)
+    mod = loaded.mod
+    if dump:
+        dump("load", mod)
+    hoistable = mod
+    for name, phase in graph.PHASES:
+        hoistable = mod if name == "hoist" else hoistable
+        mod = phase()(mod)
+        if dump:
+            dump(name, mod)
+    return Prepared(loaded, hoistable, mod, find_sites(mod["main"], recurrences(mod)))
+
+
+def build(
+    model: Any,
+    shapes: Mapping[str, Any] | None = None,
+    target: Any = None,
+    threads: int | None = None,
+    fuse: Fuse = "measured",
+    logs: str | os.PathLike[str] | None = None,
+    numerics: str = "exact",
+    dump_ir: str | os.PathLike[str] | None = None,
+) -> Session:
+    """Compile a model for one CPU. Never measures.
+
+    model     path to a .onnx file, an onnx.ModelProto or a Relax IRModule.
+    shapes    binds free dimensions ({"S": 1}) or whole inputs ({"x": (1, 3, 224, 224)}).
+    target    None for this CPU with its features; a dict or tvm Target to compile for another one.
+    threads   how many threads one call uses; None for all processors of this process.
+    fuse      "measured" (the log's decisions, else the default), "always" or "never".
+    logs      folder of tuning records; None for the shipped ones and the user's own.
+    dump_ir   folder to which the module is written after each phase.
+    Raises    UsageError, ModelError or UnsupportedError, each saying what, where and what to do.
+    """
+    if numerics != "exact":
+        raise UnsupportedError(f"numerics={numerics!r} isn't offered; 'exact' is")
+    plan = plan_for(target, threads, fuse, logs)
+    dump = _dumper(Path(dump_ir)) if dump_ir is not None else None
+    prepared = prepare(model, shapes, dump)
+    lowered = lower_sites(prepared.mod, prepared.sites, plan.chooser, plan.machine)
+    if dump:
+        dump("schedule", lowered.mod)
+    mod = lower_generic(lowered.mod, plan.machine)
+    if dump:
+        dump("generic", mod)
+
+    def linked(exec_mode: str) -> relax.VMExecutable:
+        return relax.build(mod, plan.target, relax_pipeline=lowered_pipeline(), exec_mode=exec_mode)
+
+    manifest = Manifest(
+        inputs=prepared.loaded.inputs,
+        outputs=prepared.loaded.outputs,
+        sites=tuple(described(site, plan.chooser) for site in prepared.sites),
+        kernels=lowered.kernels,
+        kernel_count=count_kernels(mod),
+        threads=plan.machine.threads,
+        target=str(plan.target),
+        features=required_features(plan.target),
+        toolchain=toolchain(),
+    )
+    return Session(linked("compiled"), manifest, lambda: linked("bytecode"))
+
+
+def lowered_pipeline() -> Any:
+    """What TVM's default build pipeline does to a module that is lowered already: views, memory planning, VM code."""
+
+    @tvm.transform.module_pass(opt_level=0, name="tvmfuse.build")
+    def pipeline(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return tvm.transform.Sequential(
+            [
+                relax.transform.RewriteDataflowReshape(),
+                relax.transform.ToNonDataflow(),
+                relax.transform.RemovePurityChecking(),
+                relax.transform.CallTIRRewrite(),
+                relax.transform.StaticPlanBlockMemory(),
+                relax.transform.LowerAllocTensor(),
+                relax.transform.KillAfterLastUse(),
+                relax.transform.LowerRuntimeBuiltin(),
+                relax.transform.ComputePrimValue(),
+                relax.transform.VMShapeLower(),
+                relax.transform.AttachGlobalSymbol(),
+            ]
+        )(mod)
+
+    return pipeline
+
+
+def described(site: FoundSite, chooser: Chooser) -> Site:
+    """What a person is told of a site."""
+    choice = chooser.choice(site.workload)
+    fused = bool(site.workload.epilogue.steps)
+    return Site(
+        name=site.name,
+        anchor=str(site.workload.anchor),
+        epilogue=site.ops,
+        crossed=site.crossed,
+        placement=choice.candidate.placement if fused else None,
+        cut=choice.candidate.cut,
+        source=choice.source,
+        reason=site.reason,
+        workload=site.workload,
+        ratio=choice.ratio,
+        ci=choice.ci,
+    )
+
+
+def count_kernels(mod: tvm.IRModule) -> int:
+    """Kernels that one call of main launches; reshapes are views and launch none."""
+    (block,) = mod["main"].body.blocks
+    return sum(1 for b in block.bindings if graph.rewrite.op_name(b.value) == "call_tir" and not _is_view(mod, b.value))
+
+
+def _is_view(mod: tvm.IRModule, call: Any) -> bool:
+    func = mod[call.args[0]]
+    return isinstance(func.body, tvm.s_tir.SBlockRealize) and bool(relax.analysis.has_reshape_pattern(func))
+
+
+def _dumper(folder: Path) -> Dump:
+    folder.mkdir(parents=True, exist_ok=True)
+    counter = iter(range(1000))
+
+    def dump(name: str, mod: tvm.IRModule) -> None:
+        (folder / f"{next(counter):02d}_{name}.py").write_text(mod.script(show_meta=False))
+
+    return dump

@@ -1,0 +1,276 @@
+"""A compiled model: call it, profile it, save it, load it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from .errors import ModelError, TargetMismatch, UsageError
+from .measure.host import host, toolchain
+from .model.load import TensorInfo
+from .values import Site, Workload
+
+FORMAT = 1
+ALIGNMENT = 64
+LIBRARY, MANIFEST = "model.so", "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What has to be known of a compiled model to call it, and to judge whether this machine can run it.
+
+    features   CPU features that its code uses, as LLVM names them; toolchain: versions of tvmfuse, tvm, tvm_ffi and llvm.
+    kernels    site name -> its kernels, in the order in which they run. kernel_count: launches in one call of the model.
+    """
+
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    sites: tuple[Site, ...]
+    kernels: Mapping[str, tuple[str, ...]]
+    kernel_count: int
+    threads: int
+    target: str
+    features: tuple[str, ...]
+    toolchain: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        for site, plain in zip(self.sites, data["sites"], strict=True):
+            plain["workload"] = site.workload.to_json()
+        return data
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Manifest:
+        """Raises KeyError, TypeError or ValueError when `data` is not a manifest."""
+
+        def tensors(items: Sequence[Mapping[str, Any]]) -> tuple[TensorInfo, ...]:
+            return tuple(TensorInfo(item["name"], tuple(item["shape"]), item["dtype"]) for item in items)
+
+        def site(item: Mapping[str, Any]) -> Site:
+            fields = {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
+            return Site(**{**fields, "workload": Workload.from_json(item["workload"])})
+
+        return Manifest(
+            inputs=tensors(data["inputs"]),
+            outputs=tensors(data["outputs"]),
+            sites=tuple(site(item) for item in data["sites"]),
+            kernels={name: tuple(kernels) for name, kernels in data["kernels"].items()},
+            kernel_count=int(data["kernel_count"]),
+            threads=int(data["threads"]),
+            target=str(data["target"]),
+            features=tuple(data["features"]),
+            toolchain=dict(data["toolchain"]),
+        )
+
+
+class Session:
+    """A model compiled for one CPU. Safe to call from several threads: each gets a virtual machine of its own, weights are shared."""
+
+    def __init__(self, executable: relax.VMExecutable, manifest: Manifest, traced: Callable[[], relax.VMExecutable] | None = None) -> None:
+        """traced  makes the same kernels with a virtual machine that can be watched: compiled code calls its kernels unseen."""
+        self.manifest = manifest
+        self._executable = executable
+        self._traced = traced
+        self._local = threading.local()
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return self.manifest.sites
+
+    @property
+    def kernel_count(self) -> int:
+        """Kernels that one call launches."""
+        return self.manifest.kernel_count
+
+    def get_inputs(self) -> list[TensorInfo]:
+        return list(self.manifest.inputs)
+
+    def get_outputs(self) -> list[TensorInfo]:
+        return list(self.manifest.outputs)
+
+    def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """ONNX Runtime's calling convention. Raises UsageError for a wrong name, shape or dtype, saying which and what was expected."""
+        results = self._call(self._arguments(feeds))
+        arrays = {info.name: np.from_dlpack(result) for info, result in zip(self.manifest.outputs, results, strict=True)}
+        if output_names is None:
+            return list(arrays.values())
+        unknown = [name for name in output_names if name not in arrays]
+        if unknown:
+            raise UsageError(f"no output named {unknown[0]!r}; the model has {', '.join(arrays)}")
+        return [arrays[name] for name in output_names]
+
+    def bind(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
+        """A call on the caller's own buffers: it reads `inputs` as they are at that time and writes `outputs` in place.
+
+        Raises UsageError when a buffer can't be used in place: wrong shape or dtype, not contiguous, or an output that is read-only.
+        """
+        for info in self.manifest.inputs:
+            array = _named(inputs, info)
+            if not (array.flags.c_contiguous and array.dtype.isnative):
+                raise UsageError(f"input {info.name!r} is not a contiguous array in this machine's byte order, so it can't be bound; pass a copy")
+        targets = []
+        for info in self.manifest.outputs:
+            if info.name not in outputs:
+                continue
+            target = _named(outputs, info)
+            if not (target.flags.c_contiguous and target.flags.writeable):
+                raise UsageError(f"output {info.name!r} is not a writable contiguous array")
+            targets.append((self.manifest.outputs.index(info), target))
+        arguments = self._arguments(inputs)
+        copies = [(np.from_dlpack(a), inputs[i.name]) for a, i in zip(arguments, self.manifest.inputs, strict=True)]
+        copies = [(copy, source) for copy, source in copies if not np.shares_memory(copy, source)]
+
+        def call() -> None:
+            for copy, source in copies:
+                np.copyto(copy, source)
+            results = self._call(arguments)
+            for position, target in targets:
+                np.copyto(target, np.from_dlpack(results[position]))
+
+        return call
+
+    def trace(self, feeds: Mapping[str, np.ndarray], repeats: int = 1) -> list[list[tuple[str, float]]]:
+        """For each of `repeats` calls the kernels that really ran, in order, with the seconds of each.
+
+        Raises UsageError for a loaded session: what is saved can't be watched.
+        """
+        if self._traced is None:
+            raise UsageError("a loaded artifact can't be profiled; build the model in this process")
+        calls: list[list[tuple[str, float]]] = []
+        began = [0.0]
+
+        def watch(_func: Any, name: str, before_run: bool, _result: Any, *_args: Any) -> None:
+            if before_run:
+                began[0] = time.perf_counter()
+            elif not name.startswith("vm."):
+                calls[-1].append((name, time.perf_counter() - began[0]))
+
+        arguments = self._arguments(feeds)
+        vm = relax.VirtualMachine(self._traced(), tvm.cpu())
+        vm["main"](*arguments)
+        vm.set_instrument(watch)
+        for _ in range(repeats):
+            calls.append([])
+            vm["main"](*arguments)
+        return calls
+
+    def profile(self, feeds: Mapping[str, np.ndarray], repeats: int = 20) -> dict[str, float]:
+        """Kernel name -> median seconds that one call of the model spends in it, over `repeats` calls."""
+        totals: list[dict[str, float]] = []
+        for call in self.trace(feeds, repeats):
+            totals.append({})
+            for name, seconds in call:
+                totals[-1][name] = totals[-1].get(name, 0.0) + seconds
+        return {name: float(np.median([run[name] for run in totals])) for name in totals[0]}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one file that `tvmfuse.load` reads; it appears whole or not at all. Needs a C++ compiler to link."""
+        target = Path(path)
+        with tempfile.TemporaryDirectory(prefix="tvmfuse-") as folder:
+            library = Path(folder) / LIBRARY
+            self._executable.export_library(str(library))
+            code = library.read_bytes()
+        manifest = {"format": FORMAT, "sha256": hashlib.sha256(code).hexdigest(), **self.manifest.to_json()}
+        partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            with zipfile.ZipFile(partial, "w") as archive:
+                archive.writestr(MANIFEST, json.dumps(manifest, indent=1, default=str))
+                archive.writestr(LIBRARY, code)
+            os.replace(partial, target)
+        except OSError as error:
+            raise UsageError(f"can't write {target}: {error.strerror or error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _arguments(self, feeds: Mapping[str, np.ndarray]) -> list[Any]:
+        expected = [info.name for info in self.manifest.inputs]
+        unknown = [name for name in feeds if name not in expected]
+        if unknown:
+            raise UsageError(f"no input named {unknown[0]!r}; the model has {', '.join(expected)}")
+        return [_tensor(_named(feeds, info)) for info in self.manifest.inputs]
+
+    def _call(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        if not hasattr(self._local, "main"):
+            self._local.vm = relax.VirtualMachine(self._executable, tvm.cpu())
+            self._local.main = self._local.vm["main"]
+        result = self._local.main(*arguments)
+        return [result] if isinstance(result, tvm.runtime.Tensor) else result
+
+
+def load(path: str | os.PathLike[str]) -> Session:
+    """Open a saved model, after checking that it is whole and that this CPU and toolchain can run it.
+
+    An artifact is machine code: loading one runs what its author wrote. The digest shows damage, not an ill intent.
+    Raises   ModelError when the file is absent, damaged or no artifact; TargetMismatch when this machine can't run it.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            data = json.loads(archive.read(MANIFEST))
+            code = archive.read(LIBRARY)
+        manifest = Manifest.from_json(data)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: no such file") from error
+    except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{path} is not a whole tvmfuse artifact ({error}); build it again with `tvmfuse build MODEL -o {path}`") from error
+    if data.get("format") != FORMAT:
+        raise TargetMismatch(f"{path} has artifact format {data.get('format')}, this tvmfuse reads {FORMAT}; build it again")
+    if hashlib.sha256(code).hexdigest() != data["sha256"]:
+        raise ModelError(f"{path} is damaged: its library doesn't have the digest that its manifest states; build it again")
+    missing = sorted(set(manifest.features) - set(host().features))
+    if missing:
+        raise TargetMismatch(f"{path} was built for a CPU with {', '.join(missing)}, which this one lacks; build it here or with target=")
+    here = toolchain()
+    for name in ("tvm", "tvm_ffi"):
+        if manifest.toolchain.get(name) != here[name]:
+            raise TargetMismatch(f"{path} was built with {name} {manifest.toolchain.get(name)}, here is {here[name]}; build it again")
+    with tempfile.TemporaryDirectory(prefix="tvmfuse-") as folder:
+        library = Path(folder) / LIBRARY
+        library.write_bytes(code)
+        executable = relax.VMExecutable(tvm.runtime.load_module(str(library)))
+    return Session(executable, manifest)
+
+
+def _named(arrays: Mapping[str, np.ndarray], info: TensorInfo) -> np.ndarray:
+    if info.name not in arrays:
+        raise UsageError(f"input {info.name!r} of shape {info.shape} and dtype {info.dtype} is missing")
+    array = np.asarray(arrays[info.name])
+    if tuple(array.shape) != tuple(info.shape):
+        raise UsageError(f"{info.name!r} has shape {tuple(array.shape)}, expected {tuple(info.shape)}")
+    if array.dtype.newbyteorder("=") != np.dtype(info.dtype):
+        raise UsageError(f"{info.name!r} has dtype {array.dtype}, expected {info.dtype}; pass array.astype({info.dtype!r})")
+    return array
+
+
+def _tensor(array: np.ndarray) -> Any:
+    """Shared with the caller where it can be; read-only, strided, byte-swapped or unaligned arrays are copied.
+
+    Kernels that TVM legalises load whole vectors from where the graph's inputs begin, and fault when that isn't aligned.
+    """
+    native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+    if not native.flags.writeable or native.__array_interface__["data"][0] % ALIGNMENT:
+        native = _aligned_copy(native)
+    return tvm_ffi.from_dlpack(native)
+
+
+def _aligned_copy(array: np.ndarray) -> np.ndarray:
+    raw = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
