@@ -27,12 +27,21 @@ CONVOLUTIONS = ("nn.conv1d", "nn.conv2d", "nn.conv1d_transpose", "nn.conv2d_tran
 
 
 @dataclass(frozen=True)
+class Step:
+    """x * scale + shift, both float64 and of the rank of x; None stands for 1 and for 0."""
+
+    scale: np.ndarray | None
+    shift: np.ndarray | None
+
+
+@dataclass(frozen=True)
 class Chain:
-    """base * scale + shift, not bound yet. scale and shift are float64 and of the value's rank; None stands for 1 and for 0.
+    """base * scale + shift, not bound yet.
 
     base   a bound value, or the anchor's call.
-    steps  the model's own operations, each with the operand that stands for the one before; a batch_norm is none of them.
+    steps  the model's own operations, each with the operand that stands for the one before.
     name   of the last step's binding, base_name of the anchor's.
+    composed  whether something that is no single operation, such as a batch_norm, is among the steps.
     """
 
     base: Expr
@@ -43,12 +52,16 @@ class Chain:
     steps: tuple[tuple[Call, Var], ...] = ()
     composed: bool = False
 
-    def then(self, scale: np.ndarray | None, shift: np.ndarray | None) -> Chain:
-        moved = self.shift if self.shift is None or scale is None else self.shift * scale
+    def then(self, step: Step, call: Call | None, operand: Var, name: str) -> Chain:
+        """The chain with one more step: `call`, in which `operand` is the chain so far; None for a batch_norm."""
+        moved = self.shift if self.shift is None or step.scale is None else self.shift * step.scale
         return dataclasses.replace(
             self,
-            scale=scale if self.scale is None else self.scale if scale is None else self.scale * scale,
-            shift=shift if moved is None else moved if shift is None else moved + shift,
+            name=name,
+            scale=step.scale if self.scale is None else self.scale if step.scale is None else self.scale * step.scale,
+            shift=step.shift if moved is None else moved if step.shift is None else moved + step.shift,
+            steps=self.steps if call is None else (*self.steps, (call, operand)),
+            composed=self.composed or call is None,
         )
 
     @property
@@ -70,63 +83,62 @@ class FoldAffine(Rewriter):
 
     def __init__(self, mod: tvm.IRModule) -> None:
         super().__init__(mod)
-        # Binding is put off until something else reads the value: each weight is multiplied once, however long its chain.
+        # A chain isn't bound before its end is reached: each weight is multiplied once, however many steps follow.
         self._chains: dict[Var, Chain] = {}
         self._norms: dict[Var, Call] = {}
-        self._bound: dict[Var, Expr] = {}
 
     def rewrite(self, value: Expr) -> Expr:
         if _is_constant_norm(value):
-            return self._later(value, self._norms, value)
+            placeholder = DataflowVar(self.name, value.ty)
+            self._norms[placeholder] = value
+            return placeholder
         if isinstance(value, TupleGetItem) and value.tuple_value in self._norms:
-            return self._norm_output(self._norms[value.tuple_value], value)
-        if is_float(value):
-            for x, scale, shift in _steps(value):
-                return self._later(value, self._chains, self._extended(x, scale, shift, value))
-            if _is_anchor(value):
-                return self._later(value, self._chains, self._anchored(value))
+            norm = self._norms[value.tuple_value]
+            if value.index:  # the running mean and variance, which inference leaves alone
+                return norm.args[2 + value.index]
+            return self._continued(self._extended(norm.args[0], _norm_step(norm), None), value)
+        step = _step(value)
+        if step is not None:
+            return self._continued(self._extended(_stepped(value), step, value), value)
+        if _is_anchor(value):
+            return self._continued(self._anchored(value), value)
         return self._with_bound_operands(value)
 
     def returned(self, value: Expr) -> Expr:
-        return self._bind(value)
+        return self._bound(value)
 
-    def _later(self, value: Expr, waiting: dict[Var, Chain] | dict[Var, Call], what: Chain | Call) -> Var:
+    def _continued(self, chain: Chain, value: Expr) -> Expr:
+        """Wait for the next step, if what reads `value` may be one."""
+        reader = self.reader
+        if reader is None or not (_is_constant_norm(reader) or _step(reader) is not None or _is_anchor(reader)):
+            return self._computed(chain, dtype_of(value))
         placeholder = DataflowVar(self.name, value.ty)
-        waiting[placeholder] = what  # type: ignore[assignment]
+        self._chains[placeholder] = chain
         return placeholder
 
-    def _norm_output(self, norm: Call, value: TupleGetItem) -> Expr:
-        if value.index:  # the running mean and variance, which inference leaves alone
-            return norm.args[2 + value.index]
-        return self._later(value, self._chains, self._extended(norm.args[0], *_norm_step(norm), None))
-
-    def _extended(self, x: Var, scale: np.ndarray | None, shift: np.ndarray | None, step: Call | None) -> Chain:
+    def _extended(self, x: Var, step: Step, call: Call | None) -> Chain:
         chain = self._chains.get(x)
-        fits = chain is None or not chain.anchored or scale is None or _fits(chain.base, scale)
-        if chain is None or not fits or not self.single_user(x):
-            chain = Chain(self._bind(x), self.name)
-        chain = dataclasses.replace(chain.then(scale, shift), name=self.name)
-        return dataclasses.replace(chain, composed=True) if step is None else dataclasses.replace(chain, steps=(*chain.steps, (step, x)))
+        if chain is None or (chain.anchored and step.scale is not None and not _fits(chain.base, step.scale)):
+            chain = Chain(self._bound(x), self.name)
+        return chain.then(step, call, x, self.name)
 
     def _anchored(self, anchor: Call) -> Chain:
         """A scalar factor of the data is as good on the weights; Gemm's alpha comes this way."""
         data = self._chains.get(anchor.args[0])
-        if data is not None and not data.anchored and self.single_user(anchor.args[0]) and data.is_scalar_factor():
+        if data is not None and not data.anchored and data.is_scalar_factor():
             scale = data.scale.reshape((1,) * len(shape_of(anchor)))
             return Chain(substitute(anchor, {anchor.args[0]: data.base}), self.name, self.name, scale=scale, composed=True)
         return Chain(self._with_bound_operands(anchor), self.name, self.name)
 
     def _with_bound_operands(self, value: Expr) -> Expr:
         waiting = [var for var in relax.analysis.free_vars(value) if var in self._chains or var in self._norms]
-        return self._builder.normalize(substitute(value, {var: self._bind(var) for var in waiting}))
+        return self._builder.normalize(substitute(value, {var: self._bound(var) for var in waiting})) if waiting else value
 
-    def _bind(self, value: Expr) -> Expr:
-        """What stands for `value` in the new block, computed there if it was put off."""
-        if value not in self._bound and value in self._norms:
-            self._bound[value] = self.emit(self._with_bound_operands(self._norms[value]))
-        elif value not in self._bound and value in self._chains:
-            self._bound[value] = self._computed(self._chains[value], dtype_of(value))
-        return self._bound.get(value, value)
+    def _bound(self, value: Expr) -> Expr:
+        """What stands for `value` in the new block, computed now if it was waiting."""
+        if value in self._norms:
+            return self.emit(self._with_bound_operands(self._norms[value]))
+        return self._computed(self._chains[value], dtype_of(value)) if value in self._chains else value
 
     def _computed(self, chain: Chain, dtype: str) -> Expr:
         value = chain.base
@@ -144,32 +156,35 @@ class FoldAffine(Rewriter):
         return value
 
 
-def _steps(value: Expr) -> list[tuple[Var, np.ndarray | None, np.ndarray | None]]:
-    """value = x * scale + shift, as [(x, scale, shift)]; [] for anything else."""
+def _stepped(call: Call) -> Expr:
+    """The operand of a step that isn't its constant."""
+    return next(arg for arg in call.args if isinstance(arg, Var))
+
+
+def _step(value: Expr) -> Step | None:
+    """What `value` does to its only operand that isn't constant, if it is affine and keeps the shape."""
     name = op_name(value)
+    if name not in ("negative", "add", "subtract", "multiply", "divide") or not is_float(value):
+        return None
     if name == "negative":
-        return [(value.args[0], -np.ones((1,) * len(shape_of(value))), None)] if isinstance(value.args[0], Var) else []
-    if name not in ("add", "subtract", "multiply", "divide"):
-        return []
-    left, right = value.args
-    swapped = not isinstance(left, Var)
-    x, elements = (right, array_of(left)) if swapped else (left, array_of(right))
-    if elements is None or shape_of(x) != shape_of(value) or (name == "divide" and (swapped or not elements.all())):
-        return []
+        return Step(-np.ones((1,) * len(shape_of(value))), None) if isinstance(value.args[0], Var) else None
+    swapped = not isinstance(value.args[0], Var)
+    x, elements = value.args[swapped], array_of(value.args[not swapped])
+    if elements is None or not isinstance(x, Var) or shape_of(x) != shape_of(value) or not np.isfinite(elements).all():
+        return None
     wide = elements.astype("float64").reshape((1,) * (len(shape_of(value)) - elements.ndim) + elements.shape)
-    if not np.isfinite(wide).all():
-        return []
     match name, swapped:
         case "add", _:
-            return [(x, None, wide)]
+            return Step(None, wide)
         case "multiply", _:
-            return [(x, wide, None)]
-        case "divide", _:
-            return [(x, 1 / wide, None)]
+            return Step(wide, None)
         case "subtract", False:
-            return [(x, None, -wide)]
-        case _:
-            return [(x, -np.ones((1,) * wide.ndim), wide)]
+            return Step(None, -wide)
+        case "subtract", True:
+            return Step(-np.ones((1,) * wide.ndim), wide)
+        case "divide", False if wide.all():
+            return Step(1 / wide, None)
+    return None
 
 
 def _is_constant_norm(value: Expr) -> bool:
@@ -179,14 +194,14 @@ def _is_constant_norm(value: Expr) -> bool:
     return is_float(value.args[0]) and all(param is not None and np.isfinite(param).all() for param in params)
 
 
-def _norm_step(norm: Call) -> tuple[np.ndarray, np.ndarray]:
+def _norm_step(norm: Call) -> Step:
     """Scale and shift of (x - mean) / sqrt(variance + epsilon) * gamma + beta, along the norm's axis."""
     gamma, beta, mean, variance = (array_of(arg).astype("float64") for arg in norm.args[1:])
     scale = (gamma if norm.attrs.scale else 1.0) / np.sqrt(variance + float(norm.attrs.epsilon))
     shift = (beta if norm.attrs.center else 0.0) - mean * scale
     along = [1] * len(shape_of(norm.args[0]))
     along[int(norm.attrs.axis)] = -1
-    return scale.reshape(along), shift.reshape(along)
+    return Step(scale.reshape(along), shift.reshape(along))
 
 
 def _is_anchor(value: Expr) -> bool:

@@ -182,7 +182,8 @@ class ChannelsLast(Rewriter):
         def mapped(widths: Sequence[int]) -> list[int]:
             return [widths[side + axis - 2] for side in range(0, len(widths), rank) for axis in spatial]
 
-        attrs = {name: mapped([int(width) for width in getattr(call.attrs, name)]) for name in ("pool_size", "strides", "dilation", "padding")}
+        names = ("pool_size", "strides", "dilation", "padding")
+        attrs = {name: mapped([int(width) for width in getattr(call.attrs, name)]) for name in names}
         return self._as(call, with_attrs(call, [self._in_order(call.args[0], order)], **attrs), order)
 
     def _elementwise(self, call: Call) -> Expr | None:

@@ -7,7 +7,7 @@ linear pass without a fixpoint.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -106,6 +106,9 @@ class Rewriter:
     def __init__(self, mod: tvm.IRModule) -> None:
         self.mod = mod
         self.name = ""  # of the binding that is being rewritten
+        self.reader: Expr | None = None  # the one value that reads it, not rewritten yet; None if there are several
+        self.var: Var | None = None  # its variable in the old block
+        self.replaced: dict[Var, Expr] = {}  # old variable -> what stands for it in the new block
         self._builder = relax.BlockBuilder(mod)
         self._users: Counter[Var] = Counter()
 
@@ -134,16 +137,19 @@ class Rewriter:
         if len(func.body.blocks) != 1 or not isinstance(func.body.blocks[0], relax.DataflowBlock):
             return func
         bindings = func.body.blocks[0].bindings
-        users = Counter(var for binding in bindings for var in relax.analysis.free_vars(binding.value))
-        users.update(relax.analysis.free_vars(func.body.body))
-        self._users.update({param: users[param] for param in func.params})
+        readers: defaultdict[Var, list[Expr]] = defaultdict(list)
+        for value in [*(binding.value for binding in bindings), func.body.body]:
+            for var in relax.analysis.free_vars(value):
+                readers[var].append(value)
+        self._users.update({param: len(readers[param]) for param in func.params})
 
-        replaced: dict[Var, Expr] = {}
         self._builder.begin_scope(list(func.params))
         self._builder._begin_dataflow_block()
         for binding in bindings:
-            self.name = binding.var.name
-            old = self._builder.normalize(substitute(binding.value, replaced))
+            users = readers[binding.var]
+            self.var, self.name = binding.var, binding.var.name
+            self.reader = users[0] if len(users) == 1 else None
+            old = self._builder.normalize(substitute(binding.value, self.replaced))
             if isinstance(binding, relax.MatchCast):
                 new = self._builder.match_cast(self.returned(old), binding.ty)
             else:
@@ -153,10 +159,10 @@ class Rewriter:
             new = self.emit(new, self.name)
             if isinstance(new, Var):
                 passed_on = new in relax.analysis.free_vars(old)
-                self._users[new] += users[binding.var] - passed_on
-            replaced[binding.var] = new
+                self._users[new] += len(users) - passed_on
+            self.replaced[binding.var] = new
         block = self._builder._end_block()
-        body = self._builder.normalize(relax.SeqExpr([block], substitute(func.body.body, replaced)))
+        body = self._builder.normalize(relax.SeqExpr([block], substitute(func.body.body, self.replaced)))
         self._builder.end_scope()
         return relax.analysis.remove_all_unused(relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs))
 
