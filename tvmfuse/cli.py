@@ -29,7 +29,7 @@ import tvmfuse
 
 from . import compare
 from . import demo as networks
-from .errors import TvmfuseError, UsageError
+from .errors import TooNoisy, TvmfuseError, UsageError
 from .values import Site
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -149,6 +149,9 @@ def tune(
         say("interrupted; what was measured is in the log")
         raise typer.Exit(130) from None
     show(summary.sites, as_json)
+    say(str(summary))
+    if summary.results and all(result.too_noisy for result in summary.results):
+        raise TooNoisy("the A/A control was too unsteady at every site, so nothing was decided; stop what else runs here, then tune again")
 
 
 @app.command()
@@ -180,7 +183,7 @@ def demo(
         model = networks.network(name)
         feeds = networks.features(model, shapes)
         with progress(name) as report:
-            tvmfuse.tune(model, shapes=shapes, threads=1, budget=f"{share:g}s", logs=logs, progress=report)
+            tvmfuse.tune(model, shapes=shapes, threads=1, budget=share, logs=logs, progress=report)
         say(f"{name}: comparing")
         sessions = {how: tvmfuse.build(model, shapes=shapes, threads=1, fuse=how, logs=logs) for how in ("measured", "always", "never")}
         runners = {f"tvmfuse {how}": compare.bound(session, feeds) for how, session in sessions.items()}

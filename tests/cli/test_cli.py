@@ -44,6 +44,15 @@ class Refusal:
 REFUSAL = Refusal("lv2")
 
 
+@dataclasses.dataclass
+class Summary:
+    sites: tuple[Site, ...] = (SITE,)
+    results: tuple[SimpleNamespace, ...] = (SimpleNamespace(too_noisy=True), SimpleNamespace(too_noisy=False))
+
+    def __str__(self) -> str:
+        return "sites: 1 tuned 1"
+
+
 class FakeSession:
     """y = x + 1, with a second output whose name is no file name."""
 
@@ -105,7 +114,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict]:
     for name, result in {
         "build": FakeSession(),
         "load": FakeSession(),
-        "tune": SimpleNamespace(sites=[SITE]),
+        "tune": Summary(),
         "explain": SimpleNamespace(sites=[SimpleNamespace(site=SITE, predicted_s=2e-6, bytes_saved=512)], refusals=[REFUSAL]),
     }.items():
         monkeypatch.setattr(tvmfuse, name, fake(name, result), raising=False)
@@ -183,7 +192,7 @@ def test_run_opens_an_artifact(invoke: Invoke, asked: dict, tmp_path: Path) -> N
 
 def test_tune_is_quiet_where_no_terminal_is(invoke: Invoke, asked: dict, model: Path) -> None:
     done = invoke("tune", model, "--budget", "5s", "--shape", "S=1")
-    assert done.err == ""
+    assert done.err == "sites: 1 tuned 1\n"
     assert asked["tune"]["budget"] == "5s" and asked["tune"]["shapes"] == {"S": 1}
     asked["tune"]["progress"](0.5, "conv1")
 
@@ -222,6 +231,13 @@ def test_debug_shows_the_traceback(invoke: Invoke, model: Path, monkeypatch: pyt
     monkeypatch.setattr(tvmfuse, "explain", fail, raising=False)
     with pytest.raises(errors.ModelError):
         invoke("--debug", "explain", model)
+
+
+def test_tuning_that_could_decide_nothing_ends_with_6(invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noisy = Summary(results=(SimpleNamespace(too_noisy=True),))
+    monkeypatch.setattr(tvmfuse, "tune", lambda *_, **__: noisy)
+    done = invoke("tune", model)
+    assert (done.code, "stop what else runs here" in done.err, "conv1" in done.out) == (6, True, True)
 
 
 def test_interrupted_tuning_says_what_is_kept(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
