@@ -16,17 +16,19 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr
 
-from ..values import Epilogue
-from .rounding import add, const, copysign, div, equal, fma, is_float, is_number, literal, maximum, minimum, mul, neg, sqrt, sub
+from ..values import Epilogue, Step
+from . import rounding
+from .rounding import const, copysign, div, fma, is_float, literal, mul, neg, sqrt
 
 # Gives a value a name, so that using it twice does not compute it twice.
 Bind = Callable[[Expr], Expr]
 
-# exp(r) = 1 + r * (1 + r * Q(r)) for |r| <= ln 2; relative error 2**-26.0
+# exp(r) for |r| <= ln 2; relative error 2**-26.0
 EXP = (0.000196286885, 0.00141065626, 0.00833601411, 0.0416611582, 0.16666615, 0.500000358, 1.0, 1.0)
 # expm1(r) = r + r**2 * Q(r) for |r| <= ln 2 / 2; relative error 2**-26.1
 EXPM1 = (0.00138378609, 0.00836731866, 0.0416677408, 0.166665375, 0.49999997)
@@ -42,13 +44,344 @@ ERF = (
     *(-9.38718222e-06, 0.000118855954, -0.000637349382, 0.00167565921, -0.00016949464),
     *(-0.0191478245, 0.102776304, 0.636619568, 0.128379166),
 )
-# float64: log2((1 + s) / (1 - s)) = s * A(s**2) for |s| <= 1/5; relative error 2**-43
-LOG2 = ()
-# float64: 2**r for |r| <= 1/2; relative error 2**-39.8
+# float64: log2((1 + s) / (1 - s)) = s * A(s**2) for |s| <= 1/5; relative error 2**-42.4
+LOG2 = (
+    *(0.2908292861921828, 0.31928523204958686, 0.41222616679682095),
+    *(0.5770777556855934, 0.961796694824987, 2.885390081777425),
+)
+# float64: 2**r for |r| <= 1/2; relative error 2**-32.0
 EXP2 = (
-    *(1.3195717316422143e-06, 1.5308990878247973e-05, 0.0001540371437035943, 0.0013333455292721234),
-    *(0.009618128868158028, 0.05550410936270158, 0.24022650696214973, 0.6931471805459279, 1.0),
+    *(1.3359954273911717e-05, 0.00015461388477428875, 0.0013341954086444683, 0.009618056861789973),
+    *(0.055504003668412426, 0.2402265092105144, 0.6931471838207927, 1.0),
 )
 
 LOG2_E = 1.4426950408889634
-LN2_HIGH, LN2_LOW = 0.693147182464599609375, -1.904654299957767e-09  # float32(ln 2), and the rest of it
+LN2_HIGH, LN2_LOW = 0.6931471824645996, -1.9046542121259336e-09  # float32(ln 2), and the rest of it
+
+
+class Lets:
+    """Names values inside one expression, where no statement can be emitted."""
+
+    def __init__(self) -> None:
+        self._named: list[tuple[tirx.Var, Expr]] = []
+
+    def __call__(self, value: Expr) -> Expr:
+        var = tirx.Var(f"t{len(self._named)}", value.ty)
+        self._named.append((var, value))
+        return var
+
+    def around(self, body: Expr) -> Expr:
+        for var, value in reversed(self._named):
+            body = tirx.Let(var, value, body)
+        return body
+
+
+def _function(float64: Callable[..., Expr]) -> Callable[[Callable[..., Expr]], Callable[..., Expr]]:
+    """f(*args, bind) in float32 -> f(*args, bind=None) in float32 or float64.
+
+    float64  TVM's intrinsic: right, not fast, and only as reproducible as the machine's libm.
+    bind     names intermediate values; by default they become Let expressions.
+    """
+
+    def decorate(float32: Callable[..., Expr]) -> Callable[..., Expr]:
+        @functools.wraps(float32)
+        def function(*args: Expr, bind: Bind | None = None) -> Expr:
+            if args[0].ty.dtype.bits == 64:
+                return float64(*args)
+            if bind is not None:
+                return float32(*args, bind)
+            lets = Lets()
+            return lets.around(float32(*(lets(a) for a in args), lets))
+
+        return function
+
+    return decorate
+
+
+@_function(tirx.exp)
+def exp(x: Expr, bind: Bind) -> Expr:
+    """e**x, at most 1 ulp off; overflows to infinity and passes through the denormals to 0."""
+    # exp(89) overflows and exp(-104) rounds to 0, both by the scaling itself.
+    return _exp(bind(tirx.Max(const(-104, x), tirx.Min(const(89, x), x))), bind)
+
+
+@_function(tirx.sigmoid)
+def sigmoid(x: Expr, bind: Bind) -> Expr:
+    """1 / (1 + e**-x), at most 2 ulp off: m - m * e / (1 + e) with e = e**-|x| and m = e below 0, else 1.
+
+    That keeps small results precise, and the quotient's error counts only e times. The plain quotients m / (1 + e) are
+    up to 2.9 ulp off: with 1 + e just above 1 and the result just below a power of two, its rounding counts double.
+    """
+    one = const(1, x)
+    e = bind(_exp_of_negative_magnitude(x, bind))
+    m = bind(tirx.Select(tirx.LT(x, const(0, x)), e, one))
+    return fma(neg(m), div(e, tirx.Add(one, e)), m)
+
+
+@_function(tirx.tanh)
+def tanh(x: Expr, bind: Bind) -> Expr:
+    """(1 - e) / (1 + e) with e = e**(-2|x|) and the sign of x, at most 2 ulp off; both terms are rounded once from exact parts.
+
+    The same with e**(2|x|) has a divisor just above 2 for small x, twice as coarse as just below it (2.4 ulp).
+    """
+    scale, q = _expm1_parts(bind(tirx.Max(const(-20, x), mul(tirx.abs(x), const(-2, x)))), bind)  # tanh(10) rounds to 1
+    one = const(1, x)
+    return copysign(div(fma(neg(scale), q, tirx.Sub(one, scale)), fma(scale, q, tirx.Add(one, scale))), x)
+
+
+@_function(tirx.erf)
+def erf(x: Expr, bind: Bind) -> Expr:
+    """1 - exp(log(erfc(|x|))) with the sign of x, at most 2 ulp off."""
+    t = bind(tirx.Min(const(4, x), tirx.abs(x)))  # erf(4) rounds to 1
+    scale, q = _expm1_parts(bind(neg(fma(t, _horner(t, ERF), t))), bind)
+    return copysign(fma(neg(scale), q, tirx.Sub(const(1, x), scale)), x)
+
+
+@_function(lambda x: tirx.Max(const(0, x), x) + tirx.log1p(tirx.exp(neg(tirx.abs(x)))))
+def softplus(x: Expr, bind: Bind) -> Expr:
+    """log(1 + e**x) = max(0, x) + log1p(e**-|x|), at most 2 ulp off."""
+    e = bind(_exp_of_negative_magnitude(x, bind))
+    return tirx.Add(tirx.Max(const(0, x), x), fma(mul(e, e), _horner(e, SOFTPLUS), e))
+
+
+@_function(tirx.log)
+def log(x: Expr, bind: Bind) -> Expr:
+    """Natural logarithm, at most 1 ulp off: NaN below 0, -infinity at either 0."""
+    mantissa, exponent = _split(x, bind)
+    f = bind(tirx.Sub(mantissa, const(1, x)))
+    finite = fma(exponent, const(LN2_HIGH, x), fma(mul(f, f), _horner(f, LOG1P), f))
+    not_positive = tirx.Select(tirx.EQ(x, const(0, x)), const(-math.inf, x), const(math.nan, x))
+    unbounded = tirx.Select(tirx.LT(x, const(math.inf, x)), finite, x)
+    return tirx.Select(tirx.GT(x, const(0, x)), unbounded, not_positive)
+
+
+@_function(tirx.pow)
+def _power(x: Expr, y: Expr, bind: Bind) -> Expr:
+    """2**(y * log2|x|) in float64, rounded once to float32; C's rules for zeros, infinities, NaN and negative bases."""
+    magnitude = bind(tirx.abs(x))
+    mantissa, exponent = _split(magnitude, bind)
+    mantissa = bind(tirx.Cast(_typed("float64", x), mantissa))
+    one = const(1, mantissa)
+    s = bind(div(tirx.Sub(mantissa, one), tirx.Add(mantissa, one)))
+    log2 = fma(s, _horner(bind(mul(s, s)), LOG2), tirx.Cast(_typed("float64", x), exponent))
+    log2 = tirx.Select(tirx.LT(magnitude, const(math.inf, x)), log2, tirx.Cast(_typed("float64", x), magnitude))
+    log2 = tirx.Select(tirx.EQ(x, const(0, x)), const(-math.inf, one), log2)
+    # 1**infinity is 1
+    z = tirx.Select(tirx.EQ(magnitude, const(1, x)), const(0, one), mul(tirx.Cast(_typed("float64", x), y), log2))
+    z = bind(tirx.Max(const(-1000, one), tirx.Min(const(1000, one), z)))
+    n, scale = _power_of_two(z, 1.0, bind)
+    r = bind(tirx.Sub(z, n))
+    result = bind(tirx.Cast(_typed("float32", x), mul(_horner(r, EXP2), scale)))
+
+    half = bind(mul(y, const(0.5, y)))
+    whole = tirx.EQ(tirx.floor(y), y)
+    odd = tirx.And(whole, tirx.NE(tirx.floor(half), half))
+    signed = bind(tirx.Select(odd, copysign(result, x), result))
+    finite_negative = tirx.And(tirx.LT(x, const(0, x)), tirx.GT(x, const(-math.inf, x)))
+    real = tirx.Select(whole, signed, tirx.Select(finite_negative, const(math.nan, x), signed))
+    return tirx.Select(tirx.Or(tirx.EQ(x, const(1, x)), tirx.EQ(y, const(0, y))), const(1, x), real)
+
+
+def pow(x: Expr, y: Expr, bind: Bind | None = None) -> Expr:
+    """x**y, at most 1 ulp off (1.5 for the cube); the literal exponents 0, 1, -1, 2, 3 and 0.5 are plain arithmetic."""
+    match literal(y):
+        case 0:
+            return const(1, x)
+        case 1:
+            return x
+        case -1:
+            return div(const(1, x), x)
+        case 2:
+            return mul(x, x)
+        case 3:
+            return mul(mul(x, x), x)
+        case 0.5:  # the root of -0 is -0 and of -infinity NaN, but their powers are 0 and infinity
+            return tirx.Select(tirx.EQ(x, const(-math.inf, x)), const(math.inf, x), sqrt(rounding.add(x, const(0, x))))
+    return _power(x, y, bind=bind)
+
+
+def _typed(dtype: str, like: Expr) -> str:
+    return str(tvm_ffi.dtype(dtype).with_lanes(like.ty.dtype.lanes))
+
+
+def _horner(x: Expr, coefficients: Sequence[float]) -> Expr:
+    """The polynomial in x, its coefficients given from the highest degree down."""
+    value = const(coefficients[0], x)
+    for coefficient in coefficients[1:]:
+        value = fma(value, x, const(coefficient, x))
+    return value
+
+
+def _power_of_two(x: Expr, factor: float, bind: Bind, extra: int = 0) -> tuple[Expr, Expr]:
+    """n = the integer nearest x * factor, as a float, and 2**(n + extra).
+
+    Adding 1.5 * 2**p, p the bits of the fraction, leaves n in the low bits. Adding the exponent's bias as well leaves
+    the biased exponent there, to be shifted into place.
+    """
+    fraction, bias, bits = (52, 1023, "uint64") if x.ty.dtype.bits == 64 else (23, 127, "uint32")
+    rounded = bind(fma(x, const(factor, x), const(1.5 * 2**fraction + bias + extra, x)))
+    exponent = tirx.reinterpret(_typed(bits, x), rounded) << tirx.const(fraction, _typed(bits, x))
+    n = tirx.Sub(rounded, const(1.5 * 2**fraction + bias + extra, x))
+    return bind(n), bind(tirx.reinterpret(x.ty.dtype, exponent))
+
+
+def _remainder(x: Expr, n: Expr, multiple: int, bind: Bind) -> Expr:
+    """x - n * multiple * ln 2. The first step is exact: both its terms are multiples of 2**-24, and so is the result."""
+    high = bind(fma(n, const(-LN2_HIGH * multiple, x), x))
+    return bind(fma(n, const(-LN2_LOW * multiple, x), high))
+
+
+def _exp(x: Expr, bind: Bind) -> Expr:
+    """exp for -104 <= x <= 89: n = round(x / (2 ln 2)) and 2**n applied twice, so that each factor is a normal number."""
+    n, scale = _power_of_two(x, LOG2_E / 2, bind)
+    r = _remainder(x, n, 2, bind)
+    return mul(tirx.Mul(_horner(r, EXP), scale), scale)
+
+
+def _exp_of_negative_magnitude(x: Expr, bind: Bind) -> Expr:
+    """e**-|x|; 2**n is applied as 2**(n + 64) * 2**-64: n goes down to -150."""
+    x = bind(tirx.Max(const(-104, x), neg(tirx.abs(x))))
+    n, scale = _power_of_two(x, LOG2_E, bind, extra=64)
+    r = _remainder(x, n, 1, bind)
+    return mul(tirx.Mul(_horner(r, (*EXPM1, 1.0, 1.0)), scale), const(2.0**-64, x))
+
+
+def _expm1_parts(x: Expr, bind: Bind) -> tuple[Expr, Expr]:
+    """(2**n, q) with e**x = 2**n * (1 + q) for -80 <= x <= 80; q is relatively exact near 0 and |q| <= 0.42."""
+    n, scale = _power_of_two(x, LOG2_E, bind)
+    r = _remainder(x, n, 1, bind)
+    return scale, bind(fma(mul(r, r), _horner(r, EXPM1), r))
+
+
+def _split(x: Expr, bind: Bind) -> tuple[Expr, Expr]:
+    """(m, e), both float32, with x = m * 2**e and 2/3 <= m < 4/3; x > 0, also denormal."""
+    integer = _typed("int32", x)
+    denormal = tirx.LT(x, const(2.0**-126, x))
+    bits = bind(tirx.reinterpret(integer, tirx.Select(denormal, mul(x, const(2.0**23, x)), x)))
+    exponent = bind((bits - tirx.const(0x3F2AAAAB, integer)) >> tirx.const(23, integer))  # 0x3F2AAAAB is 2/3
+    mantissa = tirx.reinterpret(x.ty.dtype, bits - (exponent << tirx.const(23, integer)))
+    shifted = tirx.Add(tirx.Cast(x.ty.dtype, exponent), tirx.Select(denormal, const(-23, x), const(0, x)))
+    return bind(mantissa), bind(shifted)
+
+
+def relu(x: Expr) -> Expr:
+    """max(0, x); NaN stays NaN and -0 stays -0."""
+    return tirx.Max(const(0, x), x)
+
+
+def clip(x: Expr, low: float, high: float) -> Expr:
+    """min(high, max(low, x)); NaN stays NaN."""
+    return rounding.minimum(rounding.maximum(x, const(low, x)), const(high, x))
+
+
+def prelu(x: Expr, slope: Expr) -> Expr:
+    return tirx.Select(tirx.GE(x, const(0, x)), x, mul(slope, x))
+
+
+def leaky_relu(x: Expr, alpha: float) -> Expr:
+    return prelu(x, const(alpha, x))
+
+
+def cast(x: Expr, dtype: str) -> Expr:
+    """Float to float rounds to nearest; float to integer truncates, saturates and turns NaN into 0, the same on every CPU."""
+    target = _typed(dtype, x)
+    if x.ty.dtype == target:
+        return x
+    if x.ty.dtype == _typed("bool", x):
+        return tirx.Select(x, tirx.const(1, target), tirx.const(0, target))
+    if dtype == "bool":
+        return tirx.NE(rounding.magnitude_bits(x) if is_float(x) else x, 0)
+    if is_float(x) and not dtype.startswith("float"):
+        return tirx.call_llvm_pure_intrin(target, f"llvm.fpto{'ui' if dtype.startswith('uint') else 'si'}.sat", x)
+    return tirx.Cast(target, x)
+
+
+def _direct(op: Callable[..., Expr]) -> Callable[..., Expr]:
+    """An op that names no intermediate values."""
+    return lambda *args, bind: op(*args)
+
+
+# Called as OPS[op](*values, *parameters, bind=bind). "cast" takes its dtype as a parameter.
+OPS: dict[str, Callable[..., Expr]] = {
+    **{op.__name__: op for op in (exp, sigmoid, tanh, erf, softplus, log, pow)},
+    "add": _direct(rounding.add),
+    "sub": _direct(rounding.sub),
+    "mul": _direct(mul),
+    "div": _direct(div),
+    "min": _direct(rounding.minimum),
+    "max": _direct(rounding.maximum),
+    "prelu": _direct(prelu),
+    "less": _direct(tirx.LT),
+    "greater": _direct(tirx.GT),
+    "equal": _direct(rounding.equal),
+    "relu": _direct(relu),
+    "sqrt": _direct(sqrt),
+    "abs": _direct(tirx.abs),
+    "neg": _direct(neg),
+    "floor": _direct(tirx.floor),
+    "isnan": _direct(rounding.is_nan),
+    "cast": _direct(cast),
+    "where": _direct(tirx.Select),
+    "clip": _direct(clip),
+    "leaky_relu": _direct(leaky_relu),
+}
+
+# Instructions a vector takes on AVX-512; those not named take one. Divisions and roots count as they occupy the unit.
+COST: dict[str, float] = {
+    **{"div": 8, "sqrt": 8, "min": 2, "max": 2, "clip": 2, "where": 1, "prelu": 3, "leaky_relu": 3, "cast": 2},
+    **{"exp": 18, "sigmoid": 28, "tanh": 29, "erf": 28, "softplus": 29, "log": 28, "pow": 120},
+}
+
+
+def cost(op: str) -> float:
+    """About how many vector instructions `op` takes on 16 lanes of AVX-512."""
+    return COST.get(op, 1)
+
+
+def evaluate(epilogue: Epilogue, accumulator: Expr, operands: Sequence[Expr], bind: Bind | None = None) -> Expr:
+    """The epilogue's result for one scalar or vector of the anchor's results, each step rounded once to its dtype.
+
+    float16 steps compute in float32 and round their result. Every step is named, so that a value which is used twice is
+    computed once and a chain of n steps stays of size n.
+
+    bind  names a value, such as an IR builder's statement; by default the result is one nest of Let expressions.
+    """
+    if bind is None:
+        lets = Lets()
+        return lets.around(evaluate(epilogue, accumulator, operands, lets))
+    values = [bind(accumulator)]
+    for step in epilogue.steps:
+        value = _step(step, [_value(arg, values, operands) for arg in step.args], bind)
+        # TVM's simplifier fails on a named vector of bool.
+        values.append(value if step.dtype == "bool" else bind(value))
+    return values[-1]
+
+
+def _value(arg: str | float, values: Sequence[Expr], operands: Sequence[Expr]) -> Expr | float:
+    if not isinstance(arg, str):
+        return arg
+    return (values if arg.startswith("%") else operands)[int(arg[1:])]
+
+
+def _step(step: Step, args: Sequence[Expr | float], bind: Bind) -> Expr:
+    """One op on its arguments in the type it computes in. Comparisons compute in the type of what they compare."""
+    like = next(a for a in args if isinstance(a, Expr))
+
+    def typed(arg: Expr | float, dtype: str) -> Expr:
+        if not isinstance(arg, Expr):
+            arg = tirx.const(np.dtype(dtype).type(arg).item(), _typed(dtype, like))
+        return cast(arg, _computed(dtype))
+
+    if step.op == "cast":
+        return cast(like, step.dtype)
+    if step.op == "where":
+        condition, *branches = args
+        values = [typed(condition, "bool"), *(typed(a, step.dtype) for a in branches)]
+    else:
+        compared = step.op in ("less", "greater", "equal", "isnan")
+        values = [typed(a, str(like.ty.dtype.with_lanes(1)) if compared else step.dtype) for a in args]
+    return cast(OPS[step.op](*values, *step.params, bind=bind), step.dtype)
+
+
+def _computed(dtype: str) -> str:
+    return "float32" if dtype == "float16" else dtype

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr
 
@@ -79,9 +80,23 @@ def copysign(magnitude: Expr, sign: Expr) -> Expr:
 def is_number(x: Expr) -> Expr:
     """False for NaN only; a single ordered comparison, since LLVM knows that `x <= inf` asks nothing else.
 
-    TVM itself can't say it: it folds `x == x` to True, and its `!=` on floats is LLVM's ordered `one`, False for NaN.
+    Not to be negated, no more than any comparison of floats: TVM takes `not x <= y` for `y < x` and `not x == y` for
+    `x != y`, which is LLVM's ordered `one`, and all of them are False for NaN. `x == x` it folds to True.
     """
     return tirx.LE(x, const(math.inf, x))
+
+
+def is_nan(x: Expr) -> Expr:
+    """Decided on the bits, see `is_number`."""
+    bits = magnitude_bits(x)
+    infinity = 0x7FF << 52 if x.ty.dtype.bits == 64 else 0xFF << 23
+    return tirx.GT(bits, const(infinity, bits))
+
+
+def magnitude_bits(x: Expr) -> Expr:
+    """The bits of |x| as an integer that orders as |x| does, NaN above infinity."""
+    integer = tvm_ffi.dtype(f"int{x.ty.dtype.bits}").with_lanes(x.ty.dtype.lanes)
+    return tirx.reinterpret(integer, tirx.abs(x))
 
 
 def equal(a: Expr, b: Expr) -> Expr:
