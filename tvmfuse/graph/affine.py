@@ -138,21 +138,23 @@ class FoldAffine(Rewriter):
         """What stands for `value` in the new block, computed now if it was waiting."""
         if value in self._norms:
             return self.emit(self._with_bound_operands(self._norms[value]))
-        return self._computed(self._chains[value], dtype_of(value)) if value in self._chains else value
+        if value in self._chains:
+            return self.emit(self._computed(self._chains[value], dtype_of(value)), self._chains[value].name)
+        return value
 
     def _computed(self, chain: Chain, dtype: str) -> Expr:
+        """The value at the chain's end; what comes before it is bound."""
         value = chain.base
-        if chain.anchored:
-            scaled = chain.base if chain.scale is None else _with_scaled_weights(chain.base, chain.scale)
-            value = self.emit(scaled, chain.base_name)
+        if chain.anchored and chain.scale is not None:
+            value = _with_scaled_weights(chain.base, chain.scale)
         if chain.is_shortest():
             for step, operand in chain.steps:
-                value = self.emit(substitute(step, {operand: value}), chain.name)
+                value = substitute(step, {operand: self.emit(value, chain.base_name)})
             return value
         if chain.scale is not None and not chain.anchored:
-            value = self.emit(relax.op.multiply(value, constant(chain.scale, dtype)))
+            value = relax.op.multiply(value, constant(chain.scale, dtype))
         if chain.shift is not None:
-            value = self.emit(relax.op.add(value, constant(chain.shift, dtype)), chain.name)
+            value = relax.op.add(self.emit(value, chain.base_name), constant(chain.shift, dtype))
         return value
 
 

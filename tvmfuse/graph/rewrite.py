@@ -61,7 +61,7 @@ def constant(array: np.ndarray, dtype: str | None = None) -> GenericConst:
     """A constant that holds `array`, rounded to `dtype`; what is beyond its range becomes an infinity."""
     dtype = dtype or str(array.dtype)
     with np.errstate(over="ignore"):
-        return relax.const(np.ascontiguousarray(array, dtype).reshape(array.shape), dtype)
+        return relax.const(tvm.runtime.tensor(np.ascontiguousarray(array, dtype).reshape(array.shape)))
 
 
 def with_attrs(call: Call, args: Sequence[Expr], **changes: Any) -> Call:
