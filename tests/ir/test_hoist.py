@@ -244,7 +244,8 @@ def test_prelu_whose_axis_was_merged_is_written_out():
         with R.dataflow():
             lv = R.matmul(x, w)
             lv1 = R.flatten(lv)
-            gv = R.nn.prelu(lv1, R.const([1, 2, 3, 4], "float32"), axis=0)
+            lv2 = R.nn.prelu(lv1, R.const([1, 2, 3, 4], "float32"), axis=0)
+            gv = R.nn.prelu(lv2, lv2, axis=0)
             R.output(gv)
         return gv
 
@@ -255,7 +256,10 @@ def test_prelu_whose_axis_was_merged_is_written_out():
             lv1 = R.greater(lv, R.const(0, "float32"))
             lv2 = R.multiply(lv, R.const([[1, 2], [3, 4]], "float32"))
             lv3 = R.where(lv1, lv, lv2)
-            gv = R.flatten(lv3)
+            lv4 = R.greater(lv3, R.const(0, "float32"))
+            lv5 = R.multiply(lv3, lv3)
+            lv6 = R.where(lv4, lv3, lv5)
+            gv = R.flatten(lv6)
             R.output(gv)
         return gv
 
@@ -455,6 +459,29 @@ def test_a_cast_moves_and_the_layout_op_then_moves_the_cast_type():
         with R.dataflow():
             lv = R.matmul(x, w)
             lv1 = R.astype(lv, "float16")
+            gv = R.reshape(lv1, (2, 2, 2))
+            R.output(gv)
+        return gv
+
+    assert_hoists(before, expected)
+
+
+def test_a_user_that_nobody_reads_does_not_count():
+    @R.function(private=True)
+    def before(x: R.Tensor((4, 2), "float32"), w: R.Tensor((2, 2), "float32")):
+        with R.dataflow():
+            lv = R.matmul(x, w)
+            lv1 = R.reshape(lv, (2, 2, 2))
+            _unread = R.nn.softmax(lv1)
+            gv = R.nn.relu(lv1)
+            R.output(gv)
+        return gv
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((4, 2), "float32"), w: R.Tensor((2, 2), "float32")):
+        with R.dataflow():
+            lv = R.matmul(x, w)
+            lv1 = R.nn.relu(lv)
             gv = R.reshape(lv1, (2, 2, 2))
             R.output(gv)
         return gv

@@ -193,7 +193,7 @@ def _joined(shape: Shape, ops: Sequence[Step]) -> tuple[Step, ...]:
     return steps if steps == tuple(ops) else _joined(joined[0][0] if joined else shape, steps)
 
 
-def layouts_of(shape: Shape, ops: Sequence[LayoutOp]) -> tuple[Layout, ...]:
+def layouts_of(shape: Shape, ops: Sequence[Step]) -> tuple[Layout, ...]:
     """The layouts that a chain amounts to, first to last: one, and one more for each reshape that entangles axes."""
     done, current = [], Layout.of(shape)
     for kind, argument in _joined(shape, ops):

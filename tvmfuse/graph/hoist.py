@@ -32,7 +32,7 @@ from tvm.relax import DataflowBlock, DataflowVar, Expr, Function, Var
 from tvm.relax.expr_functor import PyExprMutator, PyExprVisitor, mutator, visitor
 
 from .axes import LayoutOp, Shape, Step, moved, pull_back, result_shape, simplified
-from .rewrite import array_of, constant, dtype_of, op_name, shape_of
+from .rewrite import array_of, constant, dtype_of, is_static, op_name, shape_of
 
 ANCHORS = frozenset({"matmul", "einsum", "nn.conv1d", "nn.conv2d", "nn.conv1d_transpose", "nn.conv2d_transpose"})
 EPILOGUE_OPS = frozenset(
@@ -78,7 +78,7 @@ class Crossing:
     ops: tuple[LayoutOp, ...]
 
     @property
-    def source(self) -> Var:
+    def source(self) -> Expr:
         return self.call.args[0]
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class HoistEpilogue:
         if "Primitive" in func.attrs:
             return func
         hoist = _Hoist(mod, func)
-        hoisted = hoist.visit_expr(func)
+        hoisted = hoist.visit_expr(relax.analysis.remove_all_unused(func))  # what nobody reads must not count as a second user
         if not hoist.crossed:
             return func
         crossed = {name: list(chain) for name, chain in func.attrs.get(CROSSED_ATTR, {}).items()} | hoist.crossed
@@ -116,7 +116,7 @@ def refusals(mod: tvm.IRModule) -> list[Refusal]:
     for func in mod.functions.values():
         if isinstance(func, Function) and "Primitive" not in func.attrs:
             blocks = _Blocks()
-            blocks.visit_expr(func)
+            blocks.visit_expr(relax.analysis.remove_all_unused(func))
             found += [refusal for block in blocks.found for refusal in _Analysis(block).refusals()]
     return found
 
@@ -221,22 +221,19 @@ class _Analysis:
         value = self.values[var]
         if op_name(value) not in EPILOGUE_OPS:
             return _Problem("not an epilogue op", f"{_name(var, value)} is not an epilogue op")
-        below, result = shape_of(entry), shape_of(var)
+        below, result = _static_shape(entry), _static_shape(var)
         if below is None or result is None:
             return _Problem("unknown shape", f"the shape of {_name(var, value)} is only known at run time")
         if result != below:
             return _Problem("broadcasts up", f"an operand broadcasts {_text(below)} up to {_text(result)}")
         above = chain[0].before if chain else below
         for position, operand in enumerate(value.args):
-            if not _is_tensor(operand):
+            if not _is_tensor(operand) or operand in region:
                 continue
             shape = _operand_shape(value, position)
-            if operand in region:
-                if shape != below:
-                    return _Problem("depends on the anchor", f"its slope `{operand.name}` depends on the anchor's own result")
-            elif shape is None:
+            if shape is None:
                 return _Problem("unknown shape", f"the shape of its operand {_name(operand)} is only known at run time")
-            elif pull_back(above, _ops(chain), shape).materialises and self.constant(operand) is None:
+            if pull_back(above, _ops(chain), shape).materialises and self.constant(operand) is None:
                 spans = f"its run-time operand {_name(operand)} {_text(shape)} spans only a part of an axis of {_text(above)}"
                 return _Problem("part of an axis", f"{spans}; a constant would be repeated along it")
         return None
@@ -244,31 +241,39 @@ class _Analysis:
     def _refuse(self, value: Var, chain: Chain, held: list[Var]) -> None:
         """Record why the readers of `value`, at which a path ends, stay where they are."""
         for user in self._users[value]:
-            if op_name(self.values[user]) in LAYOUT_OPS:
+            name = op_name(self.values[user])
+            if name in LAYOUT_OPS:
                 for op in self._epilogue_ops_below(user):
                     self._record(op, self._layout_name(user), self._why_not_crossed(value, user))
-            elif chain and op_name(self.values[user]) not in ANCHORS | {""}:
-                problem = self._problem(user, value, chain, {value, *held}) or self._why_held(value, user, held)
+            elif chain and name in EPILOGUE_OPS:
+                dependence = self._why_dependent(value, user, held)
+                problem = dependence or self._problem(user, value, chain, {value, *held}) or self._why_held(value, user, held)
                 self._record(user, str(chain[-1]), problem)
+            elif chain and name and name not in ANCHORS:
+                self._record(user, str(chain[-1]), self._problem(user, value, chain, {value}))
 
-    def _record(self, op: Var, blocking: str, problem: _Problem) -> None:
+    def _record(self, op: Var, blocking: str, problem: _Problem | None) -> None:
+        assert problem is not None, op
         self._refused.setdefault(op, Refusal(op.name, blocking, problem.rule, problem.hint))
 
     def _why_not_crossed(self, value: Var, layout: Var) -> _Problem:
         if shared := self._why_shared(value, layout, []):
             return shared
-        shapes = shape_of(value), shape_of(layout)
-        if None in shapes:
+        before = _static_shape(value)
+        if before is None or _static_shape(layout) is None:
             return _Problem("unknown shape", f"the shape of {_name(layout, self.values[layout])} is only known at run time")
-        if 0 in shapes[0]:
+        if 0 in before:
             return _Problem("empty tensor", f"`{value.name}` has no elements")
         return _Problem("not a layout op", f"{_name(layout, self.values[layout])} does more than to permute elements")
 
-    def _why_held(self, value: Var, user: Var, held: list[Var]) -> _Problem:
-        """Why no single value leaves the region that `user` starts."""
+    def _why_dependent(self, value: Var, user: Var, held: list[Var]) -> _Problem | None:
         for operand in relax.analysis.free_vars(self.values[user]):
             if operand not in (value, *held) and self._depends(operand, value):
                 return _Problem("depends on the anchor", f"its operand `{operand.name}` depends on the anchor's own result `{value.name}`")
+        return None
+
+    def _why_held(self, value: Var, user: Var, held: list[Var]) -> _Problem:
+        """Why no single value leaves the region that `user` starts."""
         for read in (value, *held):
             if read != user and (shared := self._why_shared(read, user, held)):
                 return shared
@@ -335,12 +340,14 @@ class _Hoist(PyExprMutator):
         self._analysis = _Analysis(DataflowBlock([]))
         self._names = Counter(var.name for var in relax.analysis.all_vars(func))
         self._above: dict[Var, Expr] = {}  # a value below the layout ops of the path under way -> the same value above them
-        self._moved: dict[tuple[Expr, tuple[Step, ...]], Expr] = {}
+        self._moved: dict[tuple[Expr, Step], Expr] = {}  # what `_apply` has bound in this block
 
     def visit_dataflow_block_(self, block: DataflowBlock) -> relax.BindingBlock:
-        self._analysis = _Analysis(block)
-        self._moved.clear()
-        return super().visit_dataflow_block_(block)
+        outer = self._analysis, self._moved
+        self._analysis, self._moved = _Analysis(block), {}
+        block = super().visit_dataflow_block_(block)
+        self._analysis, self._moved = outer
+        return block
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         var, analysis = binding.var, self._analysis
@@ -375,6 +382,7 @@ class _Hoist(PyExprMutator):
         if operand in self._above:
             return self._above[operand]
         shape = _operand_shape(call, position)
+        assert shape is not None, operand  # or the analysis would have refused
         plan = pull_back(chain[0].before, _ops(chain), shape)
         steps = simplified(shape_of(operand), (("reshape", shape), *plan.steps))
         array = self._analysis.constant(operand)
@@ -391,12 +399,12 @@ class _Hoist(PyExprMutator):
         return self._apply(value, steps, _hint(operand))
 
     def _apply(self, value: Expr, steps: tuple[Step, ...], name: str) -> Expr:
-        for at, (kind, argument) in enumerate(steps):
-            done = (value, steps[at:])
-            if done not in self._moved:
+        for step in steps:
+            if (value, step) not in self._moved:
+                kind, argument = step
                 op = relax.op.reshape if kind == "reshape" else relax.op.permute_dims
-                self._moved[done] = self._bind(self._fresh(name), op(value, argument))
-            value = self._moved[done]
+                self._moved[value, step] = self._bind(self._fresh(name), op(value, argument))
+            value = self._moved[value, step]
         return value
 
     def _prelu(self, var: Var, data: Expr, slope: Expr) -> Expr:
@@ -406,8 +414,9 @@ class _Hoist(PyExprMutator):
         if rank and len(spanned) < 2:
             axis = rank - len(shape) + spanned[0] if spanned else rank - 1
             flat = (shape[spanned[0]] if spanned else 1,)
-            if isinstance(slope, GenericConst):
-                slope = constant(array_of(slope).reshape(flat))
+            array = array_of(slope)
+            if array is not None:
+                slope = constant(array.reshape(flat))
             elif shape != flat:
                 slope = self._apply(slope, (("reshape", flat),), _hint(slope))
             return relax.op.nn.prelu(data, slope, axis)
@@ -433,11 +442,12 @@ class _Hoist(PyExprMutator):
 def crossing_of(var: Expr, value: Expr | None) -> Crossing | None:
     """The layout op that `var` is bound to; None for anything else, for shapes that aren't static and for empty tensors."""
     name = op_name(value)
-    if name not in LAYOUT_OPS:
+    if not isinstance(value, Call) or name not in LAYOUT_OPS:
         return None
-    before, after = shape_of(value.args[0]), shape_of(var)
+    before, after = _static_shape(value.args[0]), _static_shape(var)
     if before is None or after is None or 0 in before:
         return None
+    ops: tuple[LayoutOp, ...] | None
     if name == "layout_transform":
         ops = _index_map_ops(value.attrs, before)
     elif name == "permute_dims":
@@ -452,8 +462,8 @@ def crossing_of(var: Expr, value: Expr | None) -> Crossing | None:
 def _index_map_ops(attrs: tvm.ir.Attrs, before: Shape) -> tuple[LayoutOp, ...] | None:
     """A layout transform whose indices are digits of the source's, as a split of its axes and a permutation; None for any other."""
     index_map = attrs.index_map
-    digits = [_digit(index) for index in index_map.final_indices]
-    if attrs.pad_value is not None or None in digits:
+    digits = [digit for index in index_map.final_indices if (digit := _digit(index))]
+    if attrs.pad_value is not None or len(digits) < len(index_map.final_indices):
         return None
     split: list[tuple[int, ...]] = []  # (position in the result, extent) of each digit, slowest first
     for variable, extent in zip(index_map.initial_indices, before, strict=True):
@@ -473,22 +483,26 @@ def _digit(index: tvm.ir.Expr) -> tuple[Var, int, int | None] | None:
     """(variable, weight, base) where `index` is variable // weight % base; base None where nothing is cut off above."""
     if isinstance(index, tvm.tirx.FloorDiv | tvm.tirx.FloorMod) and isinstance(index.b, tvm.tirx.IntImm):
         inner, by = _digit(index.a), int(index.b)
-        if inner is None:
+        if inner is None or (inner[2] or 0) % by:
             return None
         variable, weight, base = inner
         if isinstance(index, tvm.tirx.FloorMod):
-            return (variable, weight, by) if base is None or base % by == 0 else None
-        return (variable, weight * by, None if base is None else base // by) if base is None or base % by == 0 else None
+            return variable, weight, by
+        return variable, weight * by, base and base // by
     return (index, 1, None) if isinstance(index, tvm.tirx.Var) else None
 
 
 def _operand_shape(call: Call, position: int) -> Shape | None:
     """The shape as which an operand is broadcast against the op's result; prelu's slope lies along the axis that it names."""
-    shape = shape_of(call.args[position])
+    shape = _static_shape(call.args[position])
     if shape is None or op_name(call) != "nn.prelu" or position == 0:
         return shape
     rank = len(shape_of(call.args[0]))
     return shape + (1,) * (rank - 1 - int(call.attrs.axis) % rank)
+
+
+def _static_shape(value: Expr) -> Shape | None:
+    return shape_of(value) if is_static(value) else None
 
 
 def _ops(chain: Chain) -> tuple[LayoutOp, ...]:
