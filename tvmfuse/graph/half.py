@@ -27,8 +27,7 @@ class ComputeHalfInSingle(Rewriter):
         if not name or name in IN_STORAGE or name.startswith("call_") or not any(_is_half(arg) for arg in value.args):
             return value
         args = [self._widened(arg) for arg in value.args]
-        wide = _with_wide_result(value, args)
-        return self._narrowed(self.emit(wide, self.name), value.ty)
+        return self._narrowed(self._builder.normalize(_with_wide_result(value, args)), value.ty)
 
     def _widened(self, value: Expr) -> Expr:
         if not _is_half(value):
@@ -41,9 +40,12 @@ class ComputeHalfInSingle(Rewriter):
     def _narrowed(self, value: Expr, ty: tvm.ir.Type) -> Expr:
         """Round what is float16 in `ty`; an output of another type, such as a comparison's, is passed on."""
         if isinstance(ty, relax.TupleType):
-            fields = [self.emit(TupleGetItem(value, index)) for index in range(len(ty.fields))]
+            whole = self.emit(value, self.name)
+            fields = [self.emit(TupleGetItem(whole, index)) for index in range(len(ty.fields))]
             return relax.Tuple([self.emit(self._narrowed(field, kind)) for field, kind in zip(fields, ty.fields, strict=True)])
-        return relax.op.astype(value, NARROW) if ty.dtype == NARROW and value.ty.dtype != NARROW else value
+        if ty.dtype != NARROW or value.ty.dtype == NARROW:
+            return value
+        return relax.op.astype(self.emit(value, self.name), NARROW)
 
 
 def _is_half(value: Expr) -> bool:
