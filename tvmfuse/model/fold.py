@@ -50,6 +50,15 @@ class Graph:
         elem_type = self.types[name].tensor_type.elem_type if name in self.types else 0
         return str(helper.tensor_dtype_to_np_dtype(elem_type)) if elem_type else None
 
+    def is_numeric(self, name: str) -> bool:
+        """A dense tensor of NumPy's own numbers: no string, sequence, optional, bfloat16 or 4 bit type."""
+        kind = self.types[name]
+        elem_type = kind.tensor_type.elem_type
+        if not elem_type or elem_type == onnx.TensorProto.STRING:
+            return False
+        dtype = helper.tensor_dtype_to_np_dtype(elem_type)
+        return dtype.isbuiltin == 1 and dtype.kind in "iubf"
+
     def data_dependent(self, name: str) -> bool:
         """Inputs are static, so a rank that is known with an extent that isn't comes from values."""
         return name in self.types and self.types[name].tensor_type.HasField("shape") and self.shape(name) is None

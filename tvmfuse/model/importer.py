@@ -32,17 +32,27 @@ def import_graph(graph: Graph) -> tvm.IRModule:
     proto = onnx.GraphProto(
         node=_named(graph.nodes), input=graph.inputs, output=[onnx.ValueInfoProto(name=name) for name in graph.outputs]
     )
-    return importer.from_onnx(proto, graph.opset)
+    try:
+        mod = importer.from_onnx(proto, graph.opset)
+    except UnsupportedError:
+        importer.bb._end_block()  # a builder that dies with an open block writes to stderr
+        raise
+    return relax.transform.DeadCodeElimination(["main"])(mod)
 
 
 def why_not(node: onnx.NodeProto, graph: Graph) -> str | None:
     """Why this node can't be compiled, or None."""
     if node.domain not in ("", "ai.onnx"):
         return f"operators of domain {node.domain} aren't known"
+    if node.op_type not in _RECURRENT and not (node.op_type in _get_convert_map() and defs.has(node.op_type, graph.opset, "")):
+        return "no converter"
+    values = [name for name in (*node.input, *node.output) if name in graph.types]
+    if not all(graph.is_numeric(name) for name in values):
+        return "it works on something else than tensors of numbers"
+    if any(0 in (graph.shape(name) or ()) for name in values if name not in graph.constants):
+        return "a tensor with no elements"
     if node.op_type in _RECURRENT:
         return recurrent.why_not(node, graph)
-    if node.op_type not in _get_convert_map() or not defs.has(node.op_type, graph.opset):
-        return "no converter"
     if any(graph.data_dependent(name) for name in node.output):
         return "the shape of its output depends on data"
     return operators.why_not(node, graph)

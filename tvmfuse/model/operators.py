@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import tvm
 from tvm import relax
+from tvm.relax.frontend.onnx.onnx_frontend import Resize, Slice
 
 from .fold import Graph, attributes
 
@@ -55,8 +56,9 @@ def _clip(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> rela
         value = _constant(bound)
         bounds.append(None if value is not None and np.isnan(value) else bound)
     low, high = bounds
-    if all(isinstance(bound, tvm.ir.GenericConst) for bound in bounds):
-        return relax.op.clip(x, *(relax.prim_value(tvm.tirx.const(_constant(bound).item(), dtype)) for bound in bounds))
+    values = [_constant(bound) for bound in bounds]
+    if all(value is not None for value in values) and values[0] <= values[1]:
+        return relax.op.clip(x, *(relax.prim_value(tvm.tirx.const(value.item(), dtype)) for value in values))
     if low is not None:
         x = bb.emit(relax.op.maximum(x, low))
     return x if high is None else relax.op.minimum(x, high)
@@ -102,6 +104,39 @@ def _pad(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax
     return relax.op.nn.pad(x, widths, mode, attrs.get("value", 0.0) if value is None else value.item())
 
 
+def _pow(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """The exponent may have another type than the base, which is the result's."""
+    base, exponent = operands
+    dtype = base.ty.dtype.dtype
+    value = _constant(exponent)
+    return relax.op.power(base, relax.op.astype(exponent, dtype) if value is None else relax.const(value, dtype))
+
+
+def _resize(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """Operator set 10 has two operands and other defaults; exporters write an empty tensor for an absent operand."""
+    if len(operands) == 2:
+        return _upsample(bb, operands, attrs)
+    present = [None if (value := _constant(operand)) is not None and value.size == 0 else operand for operand in operands]
+    return Resize._impl_v18(bb, present, attrs, ({}, {}))
+
+
+def _upsample(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """Upsample and Resize-10 -> Resize with asymmetric coordinates, rounded down."""
+    scales = relax.const(np.array(attrs["scales"], np.float32)) if "scales" in attrs else operands[1]
+    modern = {**attrs, "coordinate_transformation_mode": b"asymmetric", "nearest_mode": b"floor"}
+    return Resize._impl_v18(bb, [operands[0], None, scales], modern, ({}, {}))
+
+
+def _slice(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """Up to operator set 9 the limits are attributes; TVM reads operands only."""
+    starts, ends, axes, steps = (_operand(operands, index) for index in range(1, 5))
+    if "starts" in attrs:
+        starts, ends = attrs["starts"], attrs["ends"]
+        axes = attrs.get("axes", range(len(starts)))
+        return relax.op.strided_slice(operands[0], list(axes), list(starts), list(ends))
+    return Slice._impl_v13(bb, [operands[0], starts, ends, axes, steps], attrs, ({}, {}))
+
+
 def _thresholded_relu(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
     """TVM's multiplies by 0, which makes NaN of -inf."""
     (x,) = operands
@@ -117,25 +152,71 @@ CONVERTERS: dict[str, Converter] = {
     "Mean": _mean,
     "Min": _pairwise(relax.op.minimum),
     "Pad": _pad,
+    "Pow": _pow,
+    "Resize": _resize,
+    "Slice": _slice,
     "Sum": _pairwise(relax.op.add),
     "ThresholdedRelu": _thresholded_relu,
+    "Upsample": _upsample,
 }
 
-Refusal = Callable[[Mapping[str, Any], onnx.NodeProto, Graph], str | None]
+
+def _why_not_resize(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
+    """TVM derives the scale from the extents, ONNX uses the scale that is given: they differ unless it leads to whole extents."""
+    mode = attrs.get("coordinate_transformation_mode", b"half_pixel").decode()
+    if mode in ("half_pixel_symmetric", "tf_half_pixel_for_nn"):
+        return f"coordinate_transformation_mode={mode}"
+    if attrs.get("antialias"):
+        return "antialias=1"
+    if attrs.get("axes"):
+        return "it has axes"
+    if attrs.get("keep_aspect_ratio_policy", b"stretch") != b"stretch":
+        return f"keep_aspect_ratio_policy={attrs['keep_aspect_ratio_policy'].decode()}"
+    extents = graph.shape(node.output[0]) or ()
+    if mode == "align_corners" and 1 in extents[2:]:
+        return "align_corners to a single element"
+    name = node.input[1 if len(node.input) == 2 else 2] if len(node.input) > 1 else ""
+    scales = attrs.get("scales", graph.constants.get(name, ()))
+    shape = graph.shape(node.input[0]) or ()
+    if mode != "align_corners" and len(scales):
+        exact = np.multiply(shape, np.asarray(scales, np.float64))
+        if np.abs(exact - np.round(exact)).max() > 1e-4:
+            return f"scales {tuple(round(float(scale), 4) for scale in scales)} of {shape} lead to fractions of an element"
+    return None
 
 
-def _always(reason: str) -> Refusal:
-    return lambda attrs, node, graph: reason
+def _why_not_batch_norm(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
+    if attrs.get("training_mode"):
+        return "training_mode=1"
+    return None if attrs.get("spatial", 1) else "spatial=0"
 
 
-def _when(attribute: str, values: tuple[Any, ...], reason: str) -> Refusal:
-    return lambda attrs, node, graph: reason if attrs.get(attribute) in values else None
+def _why_not_full_rms_norm(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
+    rank = len(graph.shape(node.input[0]) or ())
+    return "it normalises over every axis" if attrs.get("axis", -1) in (0, -rank) else None
 
 
-REFUSALS: dict[str, Refusal] = {}
+def _why_not_bool(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
+    return "a reduction of booleans" if graph.dtype(node.input[0]) == "bool" else None
+
+
+REFUSALS: dict[str, Callable[[onnx.NodeProto, Attributes, Graph], str | None]] = {
+    "Attention": lambda node, attrs, graph: "TVM's converter is for another operator of this name",
+    "BatchNormalization": _why_not_batch_norm,
+    "BitShift": lambda node, attrs, graph: "a shift by the width or more gives 0 in ONNX and is undefined in TVM",
+    "ConvTranspose": lambda node, attrs, graph: "it gives output_shape instead of pads" if "output_shape" in attrs else None,
+    "Dropout": lambda node, attrs, graph: "training_mode=1",
+    "IsInf": lambda node, attrs, graph: None if attrs.get("detect_negative", 1) and attrs.get("detect_positive", 1) else "it detects one sign",
+    "ReduceMax": _why_not_bool,
+    "ReduceMin": _why_not_bool,
+    "Resize": _why_not_resize,
+    "RMSNormalization": _why_not_full_rms_norm,
+    "RoiAlign": lambda node, attrs, graph: "mode=max" if attrs.get("mode") == b"max" else None,
+    "Upsample": _why_not_resize,
+}
 
 
 def why_not(node: onnx.NodeProto, graph: Graph) -> str | None:
     """Why this standard operator would come out wrong, or None."""
     refusal = REFUSALS.get(node.op_type)
-    return refusal(attributes(node), node, graph) if refusal else None
+    return refusal(node, attributes(node), graph) if refusal else None
