@@ -16,7 +16,7 @@ LAYERS = (
     ("kernel",),
     ("measure",),
     ("decide",),
-    ("build", "choose", "session", "tune", "explain", "compare", "demo"),
+    ("building", "choose", "session", "tuning", "explaining", "compare", "demo"),
     ("cli", "report", "check", "doctor", "pytest_plugin", "onnx_backend"),
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

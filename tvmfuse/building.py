@@ -17,7 +17,7 @@ from .decide.log import Log
 from .errors import UnsupportedError, UsageError
 from .graph.sites import FoundSite, find_sites, recurrences
 from .kernel.generic import lower_generic
-from .kernel.lower import lower_sites
+from .kernel.lower import Choose, lower_sites
 from .measure.host import host, machine, parse_target, required_features, toolchain
 from .model.load import Loaded, load
 from .session import Manifest, Session
@@ -106,7 +106,13 @@ def build(
     plan = plan_for(target, threads, fuse, logs)
     dump = _dumper(Path(dump_ir)) if dump_ir is not None else None
     prepared = prepare(model, shapes, dump)
-    lowered = lower_sites(prepared.mod, prepared.sites, plan.chooser, plan.machine)
+    return compile_model(prepared, plan, plan.chooser, dump)
+
+
+def compile_model(prepared: Prepared, plan: Plan, choose: Choose, dump: Dump | None = None) -> Session:
+    """From chosen candidates to code. `choose` is a Chooser where sites are to say where their candidates come from."""
+    chooser = choose if isinstance(choose, Chooser) else plan.chooser
+    lowered = lower_sites(prepared.mod, prepared.sites, choose, plan.machine)
     if dump:
         dump("schedule", lowered.mod)
     mod = lower_generic(lowered.mod, plan.machine)
@@ -119,7 +125,7 @@ def build(
     manifest = Manifest(
         inputs=prepared.loaded.inputs,
         outputs=prepared.loaded.outputs,
-        sites=tuple(described(site, plan.chooser) for site in prepared.sites),
+        sites=tuple(described(site, chooser) for site in prepared.sites),
         kernels=lowered.kernels,
         kernel_count=count_kernels(mod),
         threads=plan.machine.threads,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .build import described, plan_for, prepare
+from .building import described, plan_for, prepare
 from .choose import Fuse
 from .decide.cost_model import AnalyticPrior
 from .graph.hoist import Refusal, refusals
