@@ -158,10 +158,9 @@ class ChannelsLast(Rewriter):
         layouts = (call.attrs.data_layout, call.attrs.kernel_layout, call.attrs.out_layout)
         if layouts != ("NCHW", "IOHW" if transposed else "OIHW", "NCHW") or not is_static(call):
             return None
-        weights = self._in_order(call.args[1], NHWC)
         kernel_layout = "IHWO" if transposed else "OHWI"
-        image = self._in_order(call.args[0], NHWC)
-        mapped = with_attrs(call, [image, weights], data_layout="NHWC", kernel_layout=kernel_layout, out_layout="NHWC")
+        args = [self._in_order(arg, NHWC) for arg in call.args]
+        mapped = with_attrs(call, args, data_layout="NHWC", kernel_layout=kernel_layout, out_layout="NHWC")
         return self._as(call, mapped, NHWC)
 
     def _pool(self, call: Call) -> Expr | None:
