@@ -21,7 +21,7 @@ from . import emit, window
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .placement import store_tile
-from .space import assemble, candidates_of, pays_to_split, tile_cycles
+from .space import assemble, candidates_of, check_tile, pays_to_split, tile_cycles
 
 
 def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
@@ -90,9 +90,9 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     assert isinstance(anchor, Conv2d)
     lanes = machine.isa.lanes(anchor.dtype)
     th, tw, nr = candidate["th"], candidate["tw"], candidate["nr"]
-    needed = (th * tw * nr + nr) // lanes + 1
-    if nr % lanes or needed > machine.isa.registers:
-        raise ScheduleRefused(f"a {th}x{tw}x{nr} tile needs {needed} registers, {machine.isa.name} has {machine.isa.registers}")
+    check_tile(th * tw, nr, machine, anchor.dtype)
+    if candidate["pad"] == "none" and any(anchor.padding):
+        raise ScheduleRefused(f"padding {anchor.padding} has to be copied or inline")
     if candidate["pad"] == "inline" and (th > 1 or not _few_borders(anchor, tw)):
         raise ScheduleRefused("inline padding needs tiles of one row of which few cross the border")
     weights = Buffer((anchor.groups * _panel_columns(anchor, lanes) * anchor.kh * anchor.kw * (anchor.ci // anchor.groups),), anchor.dtype)

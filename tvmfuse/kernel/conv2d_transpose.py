@@ -29,7 +29,7 @@ from . import emit, window
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .placement import store_tile
-from .space import assemble, candidates_of, pays_to_split, streams_long_enough_to_split, tile_cycles
+from .space import assemble, candidates_of, check_tile, pays_to_split, streams_long_enough_to_split, tile_cycles
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     assert isinstance(anchor, Conv2dTranspose)
     lanes = machine.isa.lanes(anchor.dtype)
     th, tw, nr = candidate["th"], candidate["tw"], candidate["nr"]
-    needed = (th * tw * nr + nr) // lanes + 1
-    if nr % lanes or needed > machine.isa.registers:
-        raise ScheduleRefused(f"a {th}x{tw}x{nr} tile needs {needed} registers, {machine.isa.name} has {machine.isa.registers}")
+    check_tile(th * tw, nr, machine, anchor.dtype)
     if candidate["pad"] == "none" and any(border(anchor)):
         raise ScheduleRefused(f"taps reach {border(anchor)} beyond the image and need padding")
     if candidate["pad"] == "inline" and (th > 1 or not _few_borders(anchor, tw)):

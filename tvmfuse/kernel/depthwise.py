@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import ScheduleRefused
 from ..values import Candidate, Conv2d, Epilogue, Machine, Workload
 from . import emit, window
 from .conv2d import crosses
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .placement import store_tile
-from .space import assemble, candidates_of, streams_long_enough_to_split
+from .space import assemble, candidates_of, check_tile, streams_long_enough_to_split
 
 
 def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
@@ -59,9 +58,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     anchor = workload.anchor
     assert isinstance(anchor, Conv2d)
     lanes = machine.isa.lanes(anchor.dtype)
-    needed = (candidate["tw"] * candidate["nr"] + candidate["nr"]) // lanes + 1
-    if candidate["nr"] % lanes or needed > machine.isa.registers:
-        raise ScheduleRefused(f"a {candidate['tw']}x{candidate['nr']} tile needs {needed} registers, {machine.isa.name} has {machine.isa.registers}")
+    check_tile(candidate["tw"], candidate["nr"], machine, anchor.dtype)
     inputs = (Buffer(anchor.input_shapes()[0], anchor.dtype), Buffer((anchor.kh, anchor.kw, anchor.co), anchor.dtype))
 
     def compute(epilogue: Epilogue, operands: tuple[Buffer, ...], dtype: str) -> Launch:

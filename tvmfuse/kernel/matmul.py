@@ -14,13 +14,12 @@ from __future__ import annotations
 import numpy as np
 from tvm import tirx
 
-from ..errors import ScheduleRefused
 from ..values import Candidate, Epilogue, Machine, Matmul, Workload
 from . import emit
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .placement import store_tile
-from .space import assemble, candidates_of, pays_to_split, tile_cycles
+from .space import assemble, candidates_of, check_tile, pays_to_split, tile_cycles
 
 
 def packed_columns(anchor: Matmul, lanes: int) -> int:
@@ -62,9 +61,8 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     anchor = workload.anchor
     assert isinstance(anchor, Matmul)
     lanes = machine.isa.lanes(anchor.dtype)
-    mr, nr = candidate["mr"], candidate["nr"]
-    if nr % lanes or (mr * nr + nr) // lanes + 1 > machine.isa.registers:
-        raise ScheduleRefused(f"a {mr}x{nr} tile needs {(mr * nr + nr) // lanes + 1} registers, {machine.isa.name} has {machine.isa.registers}")
+    nr = candidate["nr"]
+    check_tile(candidate["mr"], nr, machine, anchor.dtype)
     a_shape, b_shape = anchor.input_shapes()
     panel = b_packed = Buffer((anchor.batch * anchor.k * packed_columns(anchor, lanes),), anchor.dtype)
     packs_here = not anchor.constant_b and not (anchor.b.endswith("n"))

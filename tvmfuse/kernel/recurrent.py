@@ -26,7 +26,7 @@ from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .math import sigmoid, tanh
 from .rounding import add, const, mul, sub
-from .space import candidates_of, pays_to_split, tile_cycles
+from .space import candidates_of, check_tile, pays_to_split, tile_cycles
 
 # All tiles stream the same weights and differ by some cycles a panel: the best few are enough to choose from.
 MAX_TILES = 4
@@ -85,8 +85,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
         raise ScheduleRefused("a recurrent anchor has no epilogue: its result is the next step's input")
     lanes = machine.isa.lanes(anchor.dtype)
     nr = candidate["nr"]
-    if nr % lanes or 2 * nr // lanes + 1 > machine.isa.registers:
-        raise ScheduleRefused(f"a 1x{nr} tile needs {2 * nr // lanes + 1} registers, {machine.isa.name} has {machine.isa.registers}")
+    check_tile(1, nr, machine, anchor.dtype)
     projections, _, bias, *initial = (Buffer(shape, anchor.dtype) for shape in anchor.input_shapes())
     packed = Buffer((anchor.hidden * sum(_packed_columns(anchor, lanes)),), anchor.dtype)
     buffers = (projections, packed, bias, *initial, Buffer(anchor.output_shape(), anchor.dtype), *initial)

@@ -47,6 +47,16 @@ def _parts(extent: int, tile: int) -> list[tuple[int, int]]:
     return [(count, size) for count, size in ((extent // tile, tile), (1, extent % tile)) if count and size]
 
 
+def check_tile(rows: int, nr: int, machine: Machine, dtype: str) -> None:
+    """Raises ScheduleRefused unless `rows` x `nr` accumulators, a row of weights and one broadcast fit the registers."""
+    lanes, isa = machine.isa.lanes(dtype), machine.isa
+    if nr % lanes:
+        raise ScheduleRefused(f"nr={nr} is not a multiple of {lanes}, the lanes of {isa.name}")
+    needed = (rows + 1) * (nr // lanes) + 1
+    if needed > isa.registers:
+        raise ScheduleRefused(f"a {rows}x{nr} tile needs {needed} registers, {isa.name} has {isa.registers}")
+
+
 def candidates_of(workload: Workload, tiles: Sequence[Mapping[str, int | str]]) -> tuple[Candidate, ...]:
     """The default first: the whole epilogue in registers on the best tile; then tile by tile, every placement and cut."""
     epilogue = workload.epilogue
