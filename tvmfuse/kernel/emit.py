@@ -85,13 +85,15 @@ def function(name: str, buffers: Sequence[Buffer], body: Callable[..., None]) ->
     """A PrimFunc over dense buffers; `body` gets a `Flat` for each.
 
     Buffers may be unaligned: align is the element's size, since three in four NumPy arrays aren't 64-byte aligned and an
-    aligned AVX-512 access to them faults. Unaligned accesses that happen to be aligned cost nothing.
+    aligned AVX-512 access to them faults. Unaligned accesses that happen to be aligned cost nothing. The body stands in a root
+    block, without which RewriteDataflowReshape refuses a function whose input and output are equally large.
     """
-    with IRBuilder() as builder, T.prim_func():
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(name)
         T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
         declared = [T.arg(f"p{i}", T.buffer(b.shape, b.dtype, align=_bytes(b.dtype))) for i, b in enumerate(buffers)]
-        body(*(Flat(_linear(arg, b), b.shape, b.dtype) for arg, b in zip(declared, buffers, strict=True)))
+        with T.sblock("root"):
+            body(*(Flat(_linear(arg, b), b.shape, b.dtype) for arg, b in zip(declared, buffers, strict=True)))
     return builder.get()
 
 
