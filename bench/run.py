@@ -14,13 +14,16 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from tvmfuse import compare
 
 from . import models
 
 
-def rows(name: str, fuse: Sequence[str], peers: Sequence[str], threads: int, seconds: float) -> list[compare.Row]:
+def rows(
+    name: str, fuse: Sequence[Literal["measured", "always", "never"]], peers: Sequence[str], threads: int, seconds: float
+) -> list[compare.Row]:
     """One model: a row for each way to fuse and each peer, and one for the first against itself."""
     import tvmfuse
 

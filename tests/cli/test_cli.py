@@ -117,7 +117,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict]:
         "tune": Summary(),
         "explain": SimpleNamespace(sites=[SimpleNamespace(site=SITE, predicted_s=2e-6, bytes_saved=512)], refusals=[REFUSAL]),
     }.items():
-        monkeypatch.setattr(tvmfuse, name, fake(name, result), raising=False)
+        monkeypatch.setitem(vars(tvmfuse), name, fake(name, result))
     return calls
 
 
@@ -217,7 +217,7 @@ def test_exit_code_and_one_line(
     def fail(*_: object, **__: object) -> None:
         raise error("what went wrong")
 
-    monkeypatch.setattr(tvmfuse, "explain", fail, raising=False)
+    monkeypatch.setitem(vars(tvmfuse), "explain", fail)
     done = invoke("explain", model)
     assert (done.code, done.out) == (code, "")
     assert "Traceback" not in done.err
@@ -228,14 +228,14 @@ def test_debug_shows_the_traceback(invoke: Invoke, model: Path, monkeypatch: pyt
     def fail(*_: object, **__: object) -> None:
         raise errors.ModelError("what went wrong")
 
-    monkeypatch.setattr(tvmfuse, "explain", fail, raising=False)
+    monkeypatch.setitem(vars(tvmfuse), "explain", fail)
     with pytest.raises(errors.ModelError):
         invoke("--debug", "explain", model)
 
 
 def test_tuning_that_could_decide_nothing_ends_with_6(invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noisy = Summary(results=(SimpleNamespace(too_noisy=True),))
-    monkeypatch.setattr(tvmfuse, "tune", lambda *_, **__: noisy)
+    monkeypatch.setitem(vars(tvmfuse), "tune", lambda *_, **__: noisy)
     done = invoke("tune", model)
     assert (done.code, "stop what else runs here" in done.err, "conv1" in done.out) == (6, True, True)
 
@@ -244,7 +244,7 @@ def test_interrupted_tuning_says_what_is_kept(invoke: Invoke, model: Path, monke
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tvmfuse, "tune", interrupted, raising=False)
+    monkeypatch.setitem(vars(tvmfuse), "tune", interrupted)
     done = invoke("tune", model)
     assert (done.code, done.err) == (130, "interrupted; what was measured is in the log\n")
 
