@@ -8,12 +8,14 @@ integers) are operations folded that IEEE 754 rounds exactly, so that the result
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
-from onnx import defs, helper, numpy_helper
+from onnx import defs, helper, inliner, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import InferenceError, infer_node_outputs
 
@@ -72,7 +74,7 @@ def static_shape(kind: onnx.TypeProto | None) -> tuple[int, ...] | None:
     return tuple(dim.dim_value for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None
 
 
-def attributes(node: onnx.NodeProto) -> dict:
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
@@ -85,7 +87,7 @@ def fold(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> Graph
     Raises   ModelError when the bound shapes don't fit together, naming the node.
     """
     if model.functions:
-        model = onnx.inliner.inline_local_functions(model)
+        model = inliner.inline_local_functions(model)
     return _Fold(model, shapes).graph()
 
 
@@ -191,11 +193,15 @@ class _Fold:
             if name and (value := self._value(name)) is not None and value.size <= _SHAPE_SIZED
         }
         kinds = {name: self.types[name] for name in node.input if name}
+        operands = ", ".join(f"{name} {static_shape(kind)}" for name, kind in kinds.items())
         try:
             self.types |= infer_node_outputs(schema, node, kinds, known, opset_imports=self.opsets)
         except InferenceError as error:
-            operands = ", ".join(f"{name} {static_shape(kind)}" for name, kind in kinds.items())
             raise ModelError(f"{described(node)} doesn't fit its inputs {operands}: {error}") from error
+        if node.op_type == "Reshape":  # inference takes a full target shape as it is
+            source, target = (static_shape(self.types.get(name)) for name in (node.input[0], node.output[0]))
+            if source is not None and target is not None and math.prod(source) != math.prod(target):
+                raise ModelError(f"{described(node)} doesn't fit its inputs {operands}: it makes {target}; was that extent bound right?")
 
     def _value(self, name: str) -> np.ndarray | None:
         return self.constants.get(name, self.tentative.get(name))

@@ -14,7 +14,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_conver
 
 from ..errors import UnsupportedError
 from . import operators, recurrent
-from .fold import Graph, described
+from .fold import Graph
 
 _RECURRENT = ("GRU", "LSTM")
 

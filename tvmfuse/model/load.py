@@ -35,10 +35,7 @@ class Loaded:
     outputs: tuple[TensorInfo, ...]
 
 
-Model = str | os.PathLike[str] | onnx.ModelProto | tvm.IRModule
-
-
-def load(model: Model, shapes: Shapes | None = None) -> Loaded:
+def load(model: str | os.PathLike[str] | onnx.ModelProto | tvm.IRModule, shapes: Shapes | None = None) -> Loaded:
     """Read, check, bind and import.
 
     model   path to .onnx, onnx.ModelProto, or tvm.IRModule (Relax).
@@ -74,24 +71,44 @@ def _declared(kind: onnx.TypeProto.Tensor) -> tuple[Dim, ...] | None:
 
 
 def _load_relax(mod: tvm.IRModule, shapes: Shapes | None) -> Loaded:
-    names = {str(name) for name in (function_name.name_hint for function_name in mod.get_global_vars())}
+    names = {var.name_hint for var in mod.get_global_vars()}
     if "main" not in names or not isinstance(mod["main"], relax.Function):
         raise ModelError(f"the module has no Relax function main; it has {', '.join(sorted(names)) or 'none'}")
     if mod["main"].attrs and "params" in mod["main"].attrs:
         mod, params = relax.frontend.detach_params(mod)
         weights = dict(zip(mod["main"].params[-len(params["main"]) :], params["main"], strict=True))
         mod = relax.transform.BindParams("main", weights)(mod)
+    for var in mod["main"].params:
+        if not isinstance(var.ty, relax.TensorType) or var.ty.shape is None:
+            raise UnsupportedError(f"input {var.name!r} is {var.ty}, not a tensor of known rank")
     declared = {var.name: tuple(_dim(extent) for extent in var.ty.shape) for var in mod["main"].params}
     bound = bind(declared, shapes, "module")
-    values = {dim: extent for name, dims in declared.items() for dim, extent in zip(dims, bound[name], strict=True) if isinstance(dim, str)}
+    symbols = {var.name for var in relax.analysis.defined_symbolic_vars(mod["main"])}
+    values = {
+        dim: extent for name, dims in declared.items() for dim, extent in zip(dims, bound[name], strict=True) if dim in symbols
+    }
     mod = relax.transform.BindSymbolicVars(values, "main")(mod) if values else mod
     mod = tvm.transform.Sequential([relax.transform.Normalize(), relax.transform.ConvertToDataflow(1)])(mod)
     main = mod["main"]
     if len(main.body.blocks) != 1 or not isinstance(main.body.blocks[0], relax.DataflowBlock):
         raise UnsupportedError("main isn't one dataflow block: it has control flow or impure calls")
+    for var in [*main.params, *(binding.var for binding in main.body.blocks[0].bindings)]:
+        if not _is_static(var.ty):
+            raise UnsupportedError(f"the shape of {var.name!r} depends on data: {var.ty}")
+    for var in main.params:
+        if _extents(var) != bound[var.name]:
+            raise UsageError(f"shapes gives {var.name!r} {bound[var.name]}, but its other dimensions make it {_extents(var)}")
     inputs = tuple(TensorInfo(var.name, _extents(var), str(var.ty.dtype.dtype)) for var in main.params)
     count = len(main.ret_ty.fields) if isinstance(main.ret_ty, relax.TupleType) else 1
     return Loaded(mod, inputs, _outputs(mod, [f"output_{i}" for i in range(count)]))
+
+
+def _is_static(kind: tvm.ir.Type) -> bool:
+    if isinstance(kind, relax.TupleType):
+        return all(_is_static(field) for field in kind.fields)
+    return not isinstance(kind, relax.TensorType) or (
+        kind.shape is not None and all(isinstance(extent, tirx.IntImm) for extent in kind.shape)
+    )
 
 
 def _dim(extent: tirx.Expr) -> Dim:

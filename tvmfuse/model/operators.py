@@ -19,16 +19,16 @@ from tvm.relax.frontend.onnx.onnx_frontend import Resize, Slice
 
 from .fold import Graph, attributes
 
-Operands = Sequence[relax.Expr | None]
+Operands = Sequence[Any]  # relax.Expr, or None for an absent one
 Attributes = Mapping[str, Any]
 Converter = Callable[[relax.BlockBuilder, Operands, Attributes], relax.Expr]
 
 
-def _operand(operands: Operands, index: int) -> relax.Expr | None:
+def _operand(operands: Operands, index: int) -> Any:
     return operands[index] if index < len(operands) else None
 
 
-def _constant(value: relax.Expr | None) -> np.ndarray | None:
+def _constant(value: relax.Expr | None) -> Any:
     return value.value.numpy() if isinstance(value, tvm.ir.GenericConst) else None
 
 
@@ -206,7 +206,7 @@ REFUSALS: dict[str, Callable[[onnx.NodeProto, Attributes, Graph], str | None]] =
     "BitShift": lambda node, attrs, graph: "a shift by the width or more gives 0 in ONNX and is undefined in TVM",
     "ConvTranspose": lambda node, attrs, graph: "it gives output_shape instead of pads" if "output_shape" in attrs else None,
     "Dropout": lambda node, attrs, graph: "training_mode=1",
-    "IsInf": lambda node, attrs, graph: None if attrs.get("detect_negative", 1) and attrs.get("detect_positive", 1) else "it detects one sign",
+    "IsInf": lambda node, attrs, graph: "it detects one sign" if 0 in attrs.values() else None,
     "ReduceMax": _why_not_bool,
     "ReduceMin": _why_not_bool,
     "Resize": _why_not_resize,

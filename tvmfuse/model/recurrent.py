@@ -7,12 +7,15 @@
 it is; a kernel that is faster may take its place. The equations and the order of the gates are those of ONNX's operators.
 """
 
+# mypy: disable-error-code="valid-type"
+# TVMScript's parameter annotations are calls.
+
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -58,11 +61,11 @@ def why_not(node: onnx.NodeProto, graph: Graph) -> str | None:
     return None
 
 
-def convert(kind: str, bb: relax.BlockBuilder, inputs: Sequence[relax.Expr | None], attrs: Mapping[str, Any]) -> relax.Expr:
+def convert(operator: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> relax.Expr:
     """The tuple (Y, Y_h) or (Y, Y_h, Y_c), as ONNX shapes it, of a node that `why_not` has let pass."""
     site, batch_first = attrs["tvm_custom"]["name"], attrs.get("layout", 0)
     operands = [*inputs, *[None] * (8 - len(inputs))]
-    x, states = operands[0], operands[5 : 5 + _STATES[kind]]
+    x, states = operands[0], operands[5 : 5 + _STATES[operator]]
     if batch_first:
         x = bb.emit(relax.op.permute_dims(x, (1, 0, 2)))
         states = [None if state is None else bb.emit(relax.op.permute_dims(state, (1, 0, 2))) for state in states]
@@ -71,7 +74,8 @@ def convert(kind: str, bb: relax.BlockBuilder, inputs: Sequence[relax.Expr | Non
     b = np.zeros((directions, 2 * rows), np.float32) if operands[3] is None else operands[3].value.numpy()
     steps, batch, _ = (int(extent) for extent in x.ty.shape)
     way = attrs.get("direction", b"forward").decode()
-    anchor = Recurrent(kind.lower(), steps, batch, hidden, way == "reverse", bool(attrs.get("linear_before_reset", 0)) and kind == "GRU")
+    kind: Literal["gru", "lstm"] = "gru" if operator == "GRU" else "lstm"
+    anchor = Recurrent(kind, steps, batch, hidden, way == "reverse", kind == "gru" and bool(attrs.get("linear_before_reset", 0)))
 
     results = []
     for d in range(directions):
@@ -82,7 +86,7 @@ def convert(kind: str, bb: relax.BlockBuilder, inputs: Sequence[relax.Expr | Non
         projections = bb.emit(relax.op.add(product, relax.const(input_bias)), f"{name}/bias") if input_bias.any() else product
         initial = [_initial(bb, state, d, one) for state in states]
         types = [relax.TensorType(shape, one.dtype) for shape in (one.output_shape(), *[(batch, hidden)] * len(states))]
-        walk = bb.add_func(_walk(one), kind.lower())
+        walk = bb.add_func(_walk(one), kind)
         call = bb.emit(relax.call_tir(walk, [projections, relax.const(r[d]), relax.const(bias), *initial], types), f"{name}/walk")
         results.append([bb.emit(relax.TupleGetItem(call, i)) for i in range(len(types))])
 

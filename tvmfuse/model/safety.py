@@ -41,7 +41,7 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.ModelProto:
     try:
         onnx.checker.check_model(model if isinstance(source, onnx.ModelProto) else os.fspath(source))
     except (onnx.checker.ValidationError, ValueError) as error:
-        raise ModelError(f"{where} is not a valid ONNX model: {str(error).strip()}") from error
+        raise ModelError(f"{where} is not a valid ONNX model: {' '.join(str(error).split())}") from error
     _warn_of_nan(model, where)
     return model
 

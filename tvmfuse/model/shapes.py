@@ -42,16 +42,17 @@ def bind(declared: Mapping[str, tuple[Dim, ...] | None], shapes: Shapes | None, 
             if known != extent:
                 raise UsageError(f"shapes gives dimension {axis} of {name!r} the extent {extent}, but {dim!r} is {known}")
 
-    bound, free = {}, []
+    bound: dict[str, tuple[int, ...]] = {}
+    free: list[tuple[str, int]] = []
     for name, dims in declared.items():
-        extents = whole.get(name)
-        if extents is None and dims is not None:
+        if name in whole:
+            bound[name] = whole[name]
+        elif dims is None:
+            free.append((name, -1))
+        else:
             found = [values.get(dim) if isinstance(dim, str) else dim for dim in dims]
             free += [(name, axis) for axis, extent in enumerate(found) if extent is None]
-            extents = tuple(extent or 0 for extent in found)
-        elif extents is None:
-            free.append((name, -1))
-        bound[name] = extents or ()
+            bound[name] = tuple(extent for extent in found if extent is not None)
     if free:
         raise ModelError(_unbound(declared, shapes or {}, free, model))
     return bound
