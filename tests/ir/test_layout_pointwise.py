@@ -10,11 +10,12 @@ from tvm import relax
 from tvmfuse.graph.pointwise import PointwiseToMatmul
 from tvmfuse.graph.rewrite import op_name, shape_of
 
-W = np.arange(12, dtype="float32")
 
-
-def values(image: tuple[int, ...], kernel: tuple[int, ...], constant: bool = True, layout: str = "NHWC", **attrs: object) -> list[tvm.ir.Call]:
-    builder, x, w = relax.BlockBuilder(), relax.Var("x", relax.TensorType(image, "float32")), relax.Var("w", relax.TensorType(kernel, "float32"))
+def values(
+    image: tuple[int, ...], kernel: tuple[int, ...], constant: bool = True, layout: str = "NHWC", **attrs: object
+) -> list[tvm.ir.Call]:
+    builder = relax.BlockBuilder()
+    x, w = relax.Var("x", relax.TensorType(image, "float32")), relax.Var("w", relax.TensorType(kernel, "float32"))
     weights = relax.const(np.arange(np.prod(kernel), dtype="float32").reshape(kernel)) if constant else w
     with builder.function("main", [x] if constant else [x, w], private=True):
         with builder.dataflow():

@@ -68,9 +68,6 @@ class Chain:
     def anchored(self) -> bool:
         return isinstance(self.base, Call)
 
-    def is_scalar_factor(self) -> bool:
-        return self.shift is None and self.scale is not None and self.scale.size == 1
-
     def is_shortest(self) -> bool:
         """Whether scale and shift would take no fewer operations than the model's own do."""
         absorbed = self.anchored and self.scale is not None
@@ -81,7 +78,7 @@ class Chain:
 class FoldAffine(Rewriter):
     """Fold constant multiply, divide, add, subtract, negative and batch_norm into the anchor before them, or into each other."""
 
-    def __init__(self, mod: tvm.IRModule) -> None:
+    def __init__(self, mod: tvm.IRModule | None = None) -> None:
         super().__init__(mod)
         # A chain isn't bound before its end is reached: each weight is multiplied once, however many steps follow.
         self._chains: dict[Var, Chain] = {}
@@ -125,8 +122,9 @@ class FoldAffine(Rewriter):
     def _anchored(self, anchor: Call) -> Chain:
         """A scalar factor of the data is as good on the weights; Gemm's alpha comes this way."""
         data = self._chains.get(anchor.args[0])
-        if data is not None and not data.anchored and data.is_scalar_factor():
-            scale = data.scale.reshape((1,) * len(shape_of(anchor)))
+        factor = None if data is None or data.anchored or data.shift is not None else data.scale
+        if data is not None and factor is not None and factor.size == 1:
+            scale = factor.reshape((1,) * len(shape_of(anchor)))
             return Chain(substitute(anchor, {anchor.args[0]: data.base}), self.name, self.name, scale=scale, composed=True)
         return Chain(self._with_bound_operands(anchor), self.name, self.name)
 

@@ -9,6 +9,7 @@ Numerics integers, booleans and data movement are exact. Floating arithmetic is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tvm
@@ -18,7 +19,7 @@ from tvm.relax import Expr, ShapeExpr
 
 from .rewrite import Rewriter, array_of, as_pass, constant, dtype_of, is_float, is_static, op_name, shape_of
 
-Fold = Callable[..., np.ndarray]
+Fold = Callable[..., Any]
 
 
 def _ints(value: Expr) -> list[int]:
@@ -107,7 +108,7 @@ def _truncated_quotient(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 class FoldConstants(Rewriter):
     """Evaluate calls whose operands are constants, and shapes of static tensors. What no table knows stays."""
 
-    def __init__(self, mod: tvm.IRModule) -> None:
+    def __init__(self, mod: tvm.IRModule | None = None) -> None:
         super().__init__(mod)
         self._unrounded: dict[GenericConst, np.ndarray] = {}
 

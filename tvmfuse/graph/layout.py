@@ -81,7 +81,7 @@ def inverse(order: Sequence[int]) -> Order:
 class ChannelsLast(Rewriter):
     """Run convolutions, pools and what lies between them in NHWC."""
 
-    def __init__(self, mod: tvm.IRModule) -> None:
+    def __init__(self, mod: tvm.IRModule | None = None) -> None:
         super().__init__(mod)
         self._stored: dict[Var, Stored] = {}
         self._parts: dict[Var, list[Expr]] = {}

@@ -50,8 +50,8 @@ def is_float(value: Expr) -> bool:
     return is_static(value) and dtype_of(value) in ("float16", "float32", "float64")
 
 
-def array_of(value: Expr) -> np.ndarray | None:
-    """The elements of a constant, in place; None when `value` is no constant or of a type that NumPy doesn't have."""
+def array_of(value: Expr) -> Any:
+    """The elements of a constant as NumPy sees them in place; None when `value` is no constant or of a type that NumPy doesn't have."""
     if not isinstance(value, GenericConst) or not is_static(value) or dtype_of(value) not in np.sctypeDict:
         return None
     return np.from_dlpack(value.value)
@@ -103,13 +103,13 @@ class Rewriter:
 
     skipped: ClassVar[tuple[str, ...]] = ("Primitive", "Composite", "Codegen")
 
-    def __init__(self, mod: tvm.IRModule) -> None:
-        self.mod = mod
+    def __init__(self, mod: tvm.IRModule | None = None) -> None:
+        self.mod = mod or tvm.IRModule()
         self.name = ""  # of the binding that is being rewritten
         self.reader: Expr | None = None  # the one value that reads it, not rewritten yet; None if there are several
         self.var: Var | None = None  # its variable in the old block
         self.replaced: dict[Var, Expr] = {}  # old variable -> what stands for it in the new block
-        self._builder = relax.BlockBuilder(mod)
+        self._builder = relax.BlockBuilder(self.mod)
         self._users: Counter[Var] = Counter()
 
     def rewrite(self, value: Expr) -> Expr:
@@ -123,7 +123,7 @@ class Rewriter:
         """Bind `value`, and before it the calls nested in it."""
         return value if isinstance(value, Leaf) else self._builder.emit(value, name)
 
-    def producer(self, value: Expr) -> Expr | None:
+    def producer(self, value: Expr) -> Any:
         """What a variable of the new block is bound to; None for a parameter or a constant."""
         return self._builder.lookup_binding(value) if isinstance(value, Var) else None
 
