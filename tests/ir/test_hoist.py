@@ -217,7 +217,7 @@ def test_prelu_follows_its_axis():
             lv = R.matmul(x, w)
             lv1 = R.reshape(lv, (1, 2, 2, 3))
             lv2 = R.permute_dims(lv1, (0, 3, 1, 2))
-            lv3 = R.nn.prelu(lv2, R.const([1, 2, 3], "float32"), axis=1)
+            lv3 = R.nn.prelu(lv2, R.const([1, 2, 3], "float32"), axis=-3)
             lv4 = R.nn.prelu(lv3, R.const([4, 5], "float32"), axis=2)
             gv = R.nn.prelu(lv4, R.const([6], "float32"), axis=3)
             R.output(gv)
@@ -343,6 +343,34 @@ def test_the_anchor_computed_last_takes_the_op_that_joins_two():
             lv5 = R.add(lv2, lv3)
             lv6 = R.tanh(lv5)
             gv = R.reshape(lv6, (2, 2, 3))
+            R.output(gv)
+        return gv
+
+    assert_hoists(before, expected)
+
+
+def test_an_anchor_keeps_the_op_that_needs_no_move():
+    """The sum follows the second matmul already: the first one's relu moves, the sum doesn't."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((4, 2), "float32"), w: R.Tensor((2, 2), "float32"), y: R.Tensor((2, 4), "float32")):
+        with R.dataflow():
+            lv = R.matmul(x, w)
+            lv1 = R.permute_dims(lv, (1, 0))
+            lv2 = R.nn.relu(lv1)
+            lv3 = R.matmul(w, y)
+            gv = R.add(lv2, lv3)
+            R.output(gv)
+        return gv
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((4, 2), "float32"), w: R.Tensor((2, 2), "float32"), y: R.Tensor((2, 4), "float32")):
+        with R.dataflow():
+            lv = R.matmul(x, w)
+            lv1 = R.nn.relu(lv)
+            lv2 = R.permute_dims(lv1, (1, 0))
+            lv3 = R.matmul(w, y)
+            gv = R.add(lv2, lv3)
             R.output(gv)
         return gv
 
@@ -520,6 +548,19 @@ def test_every_dataflow_block_of_every_function_is_seen():
             ["relax.matmul", "relax.nn.relu", "relax.reshape"]
         ] * 2
         assert len(func.attrs[CROSSED_ATTR]) == 2
+
+
+def test_an_earlier_record_is_kept():
+    func = matmul_reshaped_then(lambda _, x: relax.op.nn.relu(x)).with_attr(CROSSED_ATTR, {"earlier": ["flatten (2,2)->(4)"]})
+    assert run(func)[1] == {"earlier": ["flatten (2,2)->(4)"], "gv": ["reshape (4,4)->(2,2,4)"]}
+
+
+@pytest.mark.parametrize("attr", ["Primitive", "Composite", "Codegen"])
+def test_a_function_that_is_somebody_elses_is_left_alone(attr):
+    func = matmul_reshaped_then(lambda _, x: relax.op.sin(x)).with_attr(attr, 1)
+    assert refusals(tvm.IRModule({"main": func})) == []
+    func = matmul_reshaped_then(lambda _, x: relax.op.nn.relu(x)).with_attr(attr, 1)
+    assert op_names(run(func)[0]) == ["matmul", "reshape", "nn.relu"]
 
 
 def matmul_reshaped_then(epilogue):

@@ -250,6 +250,20 @@ def test_refuses_a_layout_transform_that_pads():
     assert_refuses(func, Refusal("gv", "layout_transform", "not a layout op", hint))
 
 
+def test_refuses_a_layout_transform_that_computes_an_index():
+    @R.function(private=True)
+    def func(x: R.Tensor((4, 2), "float32"), w: R.Tensor((2, 3), "float32")):
+        with R.dataflow():
+            lv = R.matmul(x, w)
+            lv1 = R.layout_transform(lv, index_map=lambda m, n: (m * 3 + n,))
+            gv = R.exp(lv1)
+            R.output(gv)
+        return gv
+
+    hint = "layout_transform `lv1` does more than to permute elements"
+    assert_refuses(func, Refusal("gv", "layout_transform", "not a layout op", hint))
+
+
 def test_an_op_that_moves_has_no_refusal():
     @R.function(private=True)
     def func(x: R.Tensor((4, 2), "float32"), w: R.Tensor((2, 2), "float32")):

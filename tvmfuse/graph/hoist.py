@@ -32,7 +32,7 @@ from tvm.relax import DataflowBlock, DataflowVar, Expr, Function, Var
 from tvm.relax.expr_functor import PyExprMutator, PyExprVisitor, mutator, visitor
 
 from .axes import LayoutOp, Shape, Step, moved, pull_back, result_shape, simplified
-from .rewrite import array_of, constant, dtype_of, is_static, op_name, shape_of
+from .rewrite import Rewriter, array_of, constant, dtype_of, is_static, op_name, shape_of
 
 ANCHORS = frozenset({"matmul", "einsum", "nn.conv1d", "nn.conv2d", "nn.conv1d_transpose", "nn.conv2d_transpose"})
 EPILOGUE_OPS = frozenset(
@@ -100,7 +100,7 @@ class HoistEpilogue:
     """
 
     def transform_function(self, func: Function, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> Function:
-        if "Primitive" in func.attrs:
+        if _is_opaque(func):
             return func
         hoist = _Hoist(mod, func)
         hoisted = hoist.visit_expr(relax.analysis.remove_all_unused(func))  # what nobody reads must not count as a second user
@@ -114,7 +114,7 @@ def refusals(mod: tvm.IRModule) -> list[Refusal]:
     """Every op that can't be moved above a layout op that follows an anchor, in the model's order. Nothing is rewritten."""
     found: list[Refusal] = []
     for func in mod.functions.values():
-        if isinstance(func, Function) and "Primitive" not in func.attrs:
+        if isinstance(func, Function) and not _is_opaque(func):
             blocks = _Blocks()
             blocks.visit_expr(relax.analysis.remove_all_unused(func))
             found += [refusal for block in blocks.found for refusal in _Analysis(block).refusals()]
@@ -449,7 +449,7 @@ def crossing_of(var: Expr, value: Expr | None) -> Crossing | None:
         return None
     ops: tuple[LayoutOp, ...] | None
     if name == "layout_transform":
-        ops = _index_map_ops(value.attrs, before)
+        ops = _index_map_ops(value.attrs.index_map, before, after)
     elif name == "permute_dims":
         rank = len(before)
         axes = range(rank)[::-1] if value.attrs.axes is None else value.attrs.axes
@@ -459,37 +459,31 @@ def crossing_of(var: Expr, value: Expr | None) -> Crossing | None:
     return None if ops is None else Crossing(var, value, before, ops)
 
 
-def _index_map_ops(attrs: tvm.ir.Attrs, before: Shape) -> tuple[LayoutOp, ...] | None:
+def _index_map_ops(index_map: tvm.tirx.IndexMap, before: Shape, after: Shape) -> tuple[LayoutOp, ...] | None:
     """A layout transform whose indices are digits of the source's, as a split of its axes and a permutation; None for any other."""
-    index_map = attrs.index_map
     digits = [digit for index in index_map.final_indices if (digit := _digit(index))]
-    if attrs.pad_value is not None or len(digits) < len(index_map.final_indices):
+    if len(digits) < len(after):
         return None
-    split: list[tuple[int, ...]] = []  # (position in the result, extent) of each digit, slowest first
+    split: list[tuple[int, int]] = []  # (axis of the result, extent) of each digit, slowest first
     for variable, extent in zip(index_map.initial_indices, before, strict=True):
-        own = sorted(((weight, at, base) for at, (of, weight, base) in enumerate(digits) if of.same_as(variable)), reverse=True)
-        for weight, at, base in own:
-            if extent % weight or (base or extent // weight) * weight != extent:
-                return None
-            split.append((at, extent // weight))
+        weights = [(weight, axis) for axis, (of, weight) in enumerate(digits) if of.same_as(variable)]
+        for weight, axis in sorted(weights, reverse=True):
+            split.append((axis, extent // weight))
             extent = weight
-        if extent != 1:
-            return None
-    stored = [at for at, _ in split]
-    return ("reshape", tuple(extent for _, extent in split)), ("permute", tuple(stored.index(at) for at in range(len(stored))))
+    stored = [axis for axis, _ in split]
+    permutation = tuple(stored.index(axis) for axis in range(len(after)))
+    ops: tuple[LayoutOp, ...] = ("reshape", tuple(extent for _, extent in split)), ("permute", permutation)
+    return ops if result_shape(before, ops) == after else None  # unequal where it pads
 
 
-def _digit(index: tvm.ir.Expr) -> tuple[Var, int, int | None] | None:
-    """(variable, weight, base) where `index` is variable // weight % base; base None where nothing is cut off above."""
-    if isinstance(index, tvm.tirx.FloorDiv | tvm.tirx.FloorMod) and isinstance(index.b, tvm.tirx.IntImm):
-        inner, by = _digit(index.a), int(index.b)
-        if inner is None or (inner[2] or 0) % by:
-            return None
-        variable, weight, base = inner
-        if isinstance(index, tvm.tirx.FloorMod):
-            return variable, weight, by
-        return variable, weight * by, base and base // by
-    return (index, 1, None) if isinstance(index, tvm.tirx.Var) else None
+def _digit(index: tvm.ir.Expr) -> tuple[Var, int] | None:
+    """(variable, weight) where `index` is variable // weight, perhaps modulo something."""
+    if isinstance(index, tvm.tirx.FloorMod) and isinstance(index.b, tvm.tirx.IntImm):
+        return _digit(index.a)
+    if isinstance(index, tvm.tirx.FloorDiv) and isinstance(index.b, tvm.tirx.IntImm):
+        inner = _digit(index.a)
+        return inner and (inner[0], inner[1] * int(index.b))
+    return (index, 1) if isinstance(index, tvm.tirx.Var) else None
 
 
 def _operand_shape(call: Call, position: int) -> Shape | None:
@@ -499,6 +493,10 @@ def _operand_shape(call: Call, position: int) -> Shape | None:
         return shape
     rank = len(shape_of(call.args[0]))
     return shape + (1,) * (rank - 1 - int(call.attrs.axis) % rank)
+
+
+def _is_opaque(func: Function) -> bool:
+    return any(attr in func.attrs for attr in Rewriter.skipped)
 
 
 def _static_shape(value: Expr) -> Shape | None:
