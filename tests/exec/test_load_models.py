@@ -52,6 +52,7 @@ def with_random_weights(model: onnx.ModelProto) -> onnx.ModelProto:
         value = noise if len(shape) > 1 else np.abs(noise) / 2 + 0.5  # a variance must be positive
         model.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), node.output[0]))
         model.graph.node.remove(node)
+    model.ir_version = 4  # before, weights had to be inputs too
     return model
 
 

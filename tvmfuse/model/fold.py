@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import defs, helper, inliner, numpy_helper
+from onnx.checker import ValidationError
 from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import InferenceError, infer_node_outputs
 
 from ..errors import ModelError
+from .safety import array
 
 # Operators that copy their data operand and do no arithmetic on it. Expand and Tile are left out: they would inflate weights.
 _MOVES = frozenset(
@@ -138,7 +140,7 @@ class _Fold:
 
     def _define(self, tensors: Iterable[onnx.TensorProto]) -> None:
         for tensor in tensors:
-            self._know(tensor.name, numpy_helper.to_array(tensor))
+            self._know(tensor.name, array(tensor))
 
     def _know(self, name: str, value: np.ndarray) -> None:
         self.constants[name] = value
@@ -196,12 +198,14 @@ class _Fold:
         operands = ", ".join(f"{name} {static_shape(kind)}" for name, kind in kinds.items())
         try:
             self.types |= infer_node_outputs(schema, node, kinds, known, opset_imports=self.opsets)
-        except InferenceError as error:
+        except (InferenceError, ValidationError, ValueError) as error:
             raise ModelError(f"{described(node)} doesn't fit its inputs {operands}: {error}") from error
-        if node.op_type == "Reshape":  # inference takes a full target shape as it is
-            source, target = (static_shape(self.types.get(name)) for name in (node.input[0], node.output[0]))
-            if source is not None and target is not None and math.prod(source) != math.prod(target):
-                raise ModelError(f"{described(node)} doesn't fit its inputs {operands}: it makes {target}; was that extent bound right?")
+        shapes = {name: shape for name in node.output if (shape := static_shape(self.types.get(name))) is not None}
+        source = static_shape(kinds[node.input[0]]) if node.op_type == "Reshape" else None  # inference takes a full target as it is
+        if any(extent < 0 for shape in shapes.values() for extent in shape) or (
+            source is not None and any(math.prod(shape) != math.prod(source) for shape in shapes.values())
+        ):
+            raise ModelError(f"{described(node)} doesn't fit its inputs {operands}: it would make {shapes}. Are the shapes bound right?")
 
     def _value(self, name: str) -> np.ndarray | None:
         return self.constants.get(name, self.tentative.get(name))

@@ -178,7 +178,7 @@ def _why_not_resize(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> st
     name = node.input[1 if len(node.input) == 2 else 2] if len(node.input) > 1 else ""
     scales = attrs.get("scales", graph.constants.get(name, ()))
     shape = graph.shape(node.input[0]) or ()
-    if mode != "align_corners" and len(scales):
+    if len(scales):
         exact = np.multiply(shape, np.asarray(scales, np.float64))
         if np.abs(exact - np.round(exact)).max() > 1e-4:
             return f"scales {tuple(round(float(scale), 4) for scale in scales)} of {shape} lead to fractions of an element"
@@ -189,6 +189,10 @@ def _why_not_batch_norm(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -
     if attrs.get("training_mode"):
         return "training_mode=1"
     return None if attrs.get("spatial", 1) else "spatial=0"
+
+
+def _why_not_pow(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
+    return "a power of integers" if "int" in (graph.dtype(node.input[0]) or "") else None
 
 
 def _why_not_full_rms_norm(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
@@ -207,6 +211,7 @@ REFUSALS: dict[str, Callable[[onnx.NodeProto, Attributes, Graph], str | None]] =
     "ConvTranspose": lambda node, attrs, graph: "it gives output_shape instead of pads" if "output_shape" in attrs else None,
     "Dropout": lambda node, attrs, graph: "training_mode=1",
     "IsInf": lambda node, attrs, graph: "it detects one sign" if 0 in attrs.values() else None,
+    "Pow": _why_not_pow,
     "ReduceMax": _why_not_bool,
     "ReduceMin": _why_not_bool,
     "Resize": _why_not_resize,

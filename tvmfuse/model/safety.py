@@ -46,6 +46,14 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
+def array(tensor: onnx.TensorProto) -> np.ndarray:
+    """Raises ModelError when the data doesn't fill the shape."""
+    try:
+        return numpy_helper.to_array(tensor)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"the weights {tensor.name!r} are damaged: {error}") from error
+
+
 def _parse(path: Path) -> onnx.ModelProto:
     if not path.exists():
         raise ModelError(f"{path} does not exist (looked in {Path.cwd()})")
@@ -64,6 +72,10 @@ def _parse(path: Path) -> onnx.ModelProto:
         raise ModelError(f"{path} ({len(content)} bytes) is truncated, damaged or not ONNX; copy or download it again") from error
     if not model.ir_version or not model.HasField("graph"):
         raise ModelError(f"{path} holds no ONNX model (no IR version or no graph); is it another format?")
+    values = (*model.graph.input, *model.graph.output, *model.graph.initializer)
+    texts = [text for node in model.graph.node for text in (node.name, node.op_type, node.domain, *node.input, *node.output)]
+    if not all(isinstance(text, str) for text in (*texts, *(value.name for value in values))):
+        raise ModelError(f"{path} is damaged: a name in it is not UTF-8 text; copy or download it again")
     return model
 
 
@@ -103,6 +115,6 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 def _warn_of_nan(model: onnx.ModelProto, where: str) -> None:
     floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16)
-    names = [t.name for t in model.graph.initializer if t.data_type in floats and np.isnan(numpy_helper.to_array(t)).any()]
+    names = [t.name for t in model.graph.initializer if t.data_type in floats and np.isnan(array(t)).any()]
     if names:
         warnings.warn(f"{where}: NaN in the weights {', '.join(map(repr, names))}; outputs that use them are NaN", stacklevel=4)
