@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import os
 import tempfile
@@ -63,7 +62,7 @@ class Manifest:
             return tuple(TensorInfo(item["name"], tuple(item["shape"]), item["dtype"]) for item in items)
 
         def site(item: Mapping[str, Any]) -> Site:
-            fields = {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
+            fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in item.items()}
             return Site(**{**fields, "workload": Workload.from_json(item["workload"])})
 
         return Manifest(
@@ -123,7 +122,9 @@ class Session:
         for info in self.manifest.inputs:
             array = _named(inputs, info)
             if not (array.flags.c_contiguous and array.dtype.isnative):
-                raise UsageError(f"input {info.name!r} is not a contiguous array in this machine's byte order, so it can't be bound; pass a copy")
+                raise UsageError(
+                    f"input {info.name!r} is not a contiguous array in this machine's byte order, so it can't be bound; pass a copy"
+                )
         targets = []
         for info in self.manifest.outputs:
             if info.name not in outputs:
@@ -227,7 +228,9 @@ def load(path: str | os.PathLike[str]) -> Session:
     except FileNotFoundError as error:
         raise ModelError(f"{path}: no such file") from error
     except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{path} is not a whole tvmfuse artifact ({error}); build it again with `tvmfuse build MODEL -o {path}`") from error
+        raise ModelError(
+            f"{path} is not a whole tvmfuse artifact ({error}); build it again with `tvmfuse build MODEL -o {path}`"
+        ) from error
     if data.get("format") != FORMAT:
         raise TargetMismatch(f"{path} has artifact format {data.get('format')}, this tvmfuse reads {FORMAT}; build it again")
     if hashlib.sha256(code).hexdigest() != data["sha256"]:

@@ -23,7 +23,7 @@ from .decide.log import Conditions, Log, Record
 from .errors import UsageError
 from .measure.device import LocalDevice
 from .measure.host import host, toolchain
-from .values import Site, Verdict, Workload
+from .values import Candidate, Site, Verdict, Workload
 
 Progress = Callable[[float, str], None]
 EXPECTED_GAIN = 0.05  # of a site's time, before anything is known about it; only ratios between sites matter
@@ -136,23 +136,25 @@ def _gate(
     said: Verdict | None = None
     while won:
         progress(1.0, f"whole model, {len(won)} sites tuned")
-        chosen = {w: v.candidate for w, v in won.items()}
-        said = compare_whole(prepared, plan, lambda w: chosen.get(w) or kernel.candidates(w, plan.machine)[0])
+        said = compare_whole(prepared, plan, {workload: v.candidate for workload, v in won.items()})
         if said.ci[0] <= 1 + max(verdict.MIN_MARGIN, verdict.MARGIN_PER_NOISE * said.aa_noise):
             break
         weakest = max(won, key=lambda w: won[w].ratio)
         conditions = Conditions(host(), plan.machine.threads, toolchain(), kernel.digest(weakest, plan.machine))
-        overruled = Verdict("keeps default", won[weakest].candidate, said.ratio, said.ci, said.aa_noise, said.pairs, "the whole model got slower")
+        overruled = Verdict(
+            "keeps default", won[weakest].candidate, said.ratio, said.ci, said.aa_noise, said.pairs, "the whole model got slower"
+        )
         log.append(Record.of(weakest, overruled, conditions, kind="model_gate"))
         reverted.append(weakest)
         del won[weakest]
     return said, reverted
 
 
-def compare_whole(prepared: Prepared, plan: Plan, choose: Callable[[Workload], Any]) -> Verdict:
-    """The model with `choose` against the model with every default: randomised pairs with an A/A control, in this process."""
-    default = compile_model(prepared, plan, Chooser("always", plan.machine))
-    tuned = compile_model(prepared, plan, choose)
+def compare_whole(prepared: Prepared, plan: Plan, chosen: Mapping[Workload, Candidate]) -> Verdict:
+    """The model with some candidates chosen against the model with every default: randomised pairs with an A/A control, in this process."""
+    defaults = Chooser("always", plan.machine)
+    default = compile_model(prepared, plan, defaults)
+    tuned = compile_model(prepared, plan, lambda workload: chosen.get(workload) or defaults(workload))
     rng = np.random.default_rng(0)
     feeds = {i.name: rng.standard_normal(i.shape).astype(i.dtype) for i in default.get_inputs()}
     calls = [session.bind(feeds, dict(zip(names(session), session.run(None, feeds), strict=True))) for session in (default, default, tuned)]

@@ -12,7 +12,7 @@ from .rewrite import dtype_of, op_name
 
 Arg = str | float
 # (call, its arguments as step arguments, number of the step's first result) -> steps; the last one is the op's result
-Rule = Callable[[Call, Sequence[Arg], int], list[Step]]
+Rule = Callable[[Call, Sequence[Arg], int], list[Step] | None]
 
 RENAMED = {
     "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "minimum": "min", "maximum": "max", "power": "pow",

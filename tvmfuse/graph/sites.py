@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from tvm import relax
@@ -111,7 +112,7 @@ class _Finder:
         anchor, inputs = matched
         if isinstance(anchor, Recurrent):
             return FoundSite(var.name, Workload(anchor), tuple(inputs), var)
-        chain, reason = self._grow(var, anchor)
+        chain, reason = self._grow(var)
         exit_ = chain.members[-1] if chain.members else var
         self._claimed.update(chain.members)
         epilogue = Epilogue(tuple(chain.steps), tuple(chain.operands))
@@ -173,14 +174,19 @@ class _Finder:
         top, left, bottom, right = (int(p) for p in attrs.padding)
         stride, dilation = tuple(map(int, attrs.strides)), tuple(map(int, attrs.dilation))
         n, h, w, ci = shape_of(x)
-        common = dict(stride=stride, padding=(top, left, bottom, right), dilation=dilation, groups=int(attrs.groups), dtype=dtype_of(call))
+        common: dict[str, Any] = dict(
+            stride=stride, padding=(top, left, bottom, right), dilation=dilation, groups=int(attrs.groups), dtype=dtype_of(call)
+        )
         if op_name(call) == "nn.conv2d" and attrs.kernel_layout == "OHWI":
             co, kh, kw, _ = shape_of(weight)
             return Conv2d(n, h, w, ci, co, kh, kw, **common), [x, weight]
         if op_name(call) == "nn.conv2d_transpose" and attrs.kernel_layout == "IHWO":
             _, kh, kw, per_group = shape_of(weight)
-            extra = tuple(map(int, attrs.output_padding))
-            return Conv2dTranspose(n, h, w, ci, per_group * int(attrs.groups), kh, kw, output_padding=extra, **common), [x, weight]
+            extra_h, extra_w = map(int, attrs.output_padding)
+            return Conv2dTranspose(n, h, w, ci, per_group * int(attrs.groups), kh, kw, output_padding=(extra_h, extra_w), **common), [
+                x,
+                weight,
+            ]
         return None
 
     # Permutations around a matmul ----------------------------------------------------------------------------------------------------
@@ -237,19 +243,16 @@ class _Finder:
             current = user
             if step[1][0] == "permute" and order[-1] == "n":
                 best = "".join(order), current
-        order, exit_ = best
-        if order == labels:
+        stored, exit_ = best
+        if stored == labels:
             return anchor, epilogue, exit_
-        moved = {labels.index(label): position for position, label in enumerate(order)}
-        operands = tuple(
-            Operand(o.shape, tuple(None if axis is None else moved[axis] for axis in o.axes), o.dtype, o.constant) for o in epilogue.operands
-        )
-        fields = {**anchor.__dict__, "c": order}
-        return Matmul(**fields), Epilogue(epilogue.steps, operands), exit_
+        moved = {labels.index(label): position for position, label in enumerate(stored)}
+        operands = tuple(replace(o, axes=tuple(None if axis is None else moved[axis] for axis in o.axes)) for o in epilogue.operands)
+        return replace(anchor, c=stored), Epilogue(epilogue.steps, operands), exit_
 
     # The epilogue --------------------------------------------------------------------------------------------------------------------
 
-    def _grow(self, entry: Var, anchor: Anchor) -> tuple[_Chain, str | None]:
+    def _grow(self, entry: Var) -> tuple[_Chain, str | None]:
         """The longest run of ops over the anchor's result that one value leaves, and what ends it."""
         shape = shape_of(entry)
         chain, best = _Chain({entry: "%0"}), _Chain({entry: "%0"})

@@ -99,7 +99,9 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
 
     def compute(epilogue: Epilogue, operands: tuple[Buffer, ...], dtype: str) -> Launch:
         buffers = (Buffer(anchor.input_shapes()[0], anchor.dtype), weights, *operands, Buffer(anchor.output_shape(), dtype))
-        return Launch(emit.function("conv2d", buffers, lambda x, w, *rest: _body(anchor, candidate, lanes, epilogue, x, w, rest[:-1], rest[-1])), ())
+        return Launch(
+            emit.function("conv2d", buffers, lambda x, w, *rest: _body(anchor, candidate, lanes, epilogue, x, w, rest[:-1], rest[-1])), ()
+        )
 
     inputs = (Buffer(anchor.input_shapes()[0], anchor.dtype), weights)
     return assemble(workload, candidate, machine, inputs, compute, {1: lambda array: pack(anchor, array, nr, lanes)})
@@ -162,7 +164,11 @@ def _body(
             else:
                 row_of_taps(kh, False)
         store_tile(
-            tile, candidate.placement, epilogue, operands, out,
+            tile,
+            candidate.placement,
+            epilogue,
+            operands,
+            out,
             lambda row: [n, oh0 + row // columns, ow0 + row % columns, group * per_group + panel * nr],
         )
 
@@ -175,7 +181,10 @@ def _body(
 
         def with_rows(width: int, rows: int) -> None:
             window.over_tiles(
-                column_tile, anchor.ow, tw, lambda first, count: inline and crosses(anchor, first, count),
+                column_tile,
+                anchor.ow,
+                tw,
+                lambda first, count: inline and crosses(anchor, first, count),
                 lambda first, count: micro(n, group, panel, width, row_tile * th, rows, first, count),
             )
 

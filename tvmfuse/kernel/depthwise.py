@@ -1,7 +1,7 @@
 """Depthwise convolution in NHWC: one vector of channels is multiplied elementwise at each tap.
 
 Strategy
-    1. tw output pixels by nr channels live in registers; the taps are unrolled, so that neighbouring pixels share their loads.
+    1. tw output pixels by nr channels live in registers; a row's taps are unrolled, so that neighbouring pixels share their loads.
     2. Padding is inline, see window.py: a copy costs more than the convolution (26-68 against 100-110 GFLOP/s on 3x3).
     3. Rows are the outer loop: the KH rows of input that a row of output reads stay in L1 or L2.
 """
@@ -24,21 +24,23 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
     anchor = workload.anchor
     assert isinstance(anchor, Conv2d)
     lanes = machine.isa.lanes(anchor.dtype)
+    vectors_in_all = -(-anchor.co // lanes)
     split = machine.threads if streams_long_enough_to_split(workload, machine) else 1
+    # LLVM keeps the inputs that a row's taps share in registers: as many again as accumulators (14x32 spills: 28 GFLOP/s, 7x32 has 64)
+    live = 2 if anchor.kw > 1 else 1
     found = []
-    for vectors in range(1, min(4, -(-anchor.co // lanes)) + 1):
+    for vectors in range(1, min(4, vectors_in_all) + 1):
         for tw in range(1, min(anchor.ow, 14) + 1):
             held = tw * vectors
-            if held + vectors + 1 > machine.isa.registers:
+            if live * held + vectors + 1 > machine.isa.registers:
                 break
-            if len(_borders(anchor, tw)) > window.MAX_BORDER_TILES:
-                continue
-            tiles_in_row = -(-anchor.ow // tw) * -(-(-(-anchor.co // lanes)) // vectors)
+            tiles_in_row = -(-anchor.ow // tw) * -(-vectors_in_all // vectors)
             # loads of one row of taps: each input pixel once, each weight once; 8 FMAs must be in flight to cover their latency
             pixels = (tw - 1) * anchor.stride[1] + (anchor.kw - 1) * anchor.dilation[1] + 1
             step = max(held * anchor.kw, (min(pixels, tw * anchor.kw) + anchor.kw) * vectors, 4 * anchor.kw)
-            found.append((tiles_in_row * (anchor.kh * step + held + 8), tw, vectors))
-    return [{"tw": tw, "nr": vectors * lanes, "threads": split} for _, tw, vectors in sorted(found)]
+            found.append((tiles_in_row * (anchor.kh * step + held + 8), tw, vectors, len(_borders(anchor, tw))))
+    most_borders = max(window.MAX_BORDER_TILES, min(borders for *_, borders in found))  # wide kernels have more with any tile
+    return [{"tw": tw, "nr": vectors * lanes, "threads": split} for _, tw, vectors, borders in sorted(found) if borders <= most_borders]
 
 
 def _borders(anchor: Conv2d, tw: int) -> list[int]:
@@ -63,7 +65,10 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
 
     def compute(epilogue: Epilogue, operands: tuple[Buffer, ...], dtype: str) -> Launch:
         buffers = (*inputs, *operands, Buffer(anchor.output_shape(), dtype))
-        return Launch(emit.function("depthwise", buffers, lambda x, w, *rest: _body(anchor, candidate, lanes, epilogue, x, w, rest[:-1], rest[-1])), ())
+        return Launch(
+            emit.function("depthwise", buffers, lambda x, w, *rest: _body(anchor, candidate, lanes, epilogue, x, w, rest[:-1], rest[-1])),
+            (),
+        )
 
     return assemble(workload, candidate, machine, inputs, compute, {1: pack})
 
@@ -77,7 +82,7 @@ def _body(
     def micro(n: Index, oh: Index, ow0: Index, columns: int, channel0: Index, width: int) -> None:
         tile = RegisterTile(columns, width, lanes, anchor.dtype)
 
-        def row_of_taps(kh: int, blank: bool) -> None:
+        def row_of_taps(kh: Index, blank: bool) -> None:
             for kw in range(anchor.kw):
                 weights = [
                     w.load((kh * anchor.kw + kw) * anchor.co + channel0 + vector * lanes, lanes, tile.valid(vector))
@@ -95,7 +100,7 @@ def _body(
                             value = x.load(at + vector * lanes, lanes, tile.valid(vector))
                         tile.accumulate(dx, vector, value, weights[vector])
 
-        def taps(kh: int) -> None:
+        def taps(kh: Index) -> None:
             ih = oh * anchor.stride[0] - top + kh * anchor.dilation[0]
             if not (top or bottom):
                 row_of_taps(kh, False)
@@ -104,7 +109,7 @@ def _body(
             else:
                 emit.either((ih >= 0) & (ih < anchor.h), lambda: row_of_taps(kh, False), lambda: row_of_taps(kh, True))
 
-        for kh in range(anchor.kh):
+        with emit.loop(anchor.kh) as kh:
             taps(kh)
         store_tile(tile, candidate.placement, epilogue, operands, out, lambda row: [n, oh, ow0 + row, channel0])
 
@@ -112,9 +117,14 @@ def _body(
     with emit.shared_loop(anchor.n * anchor.oh, candidate["threads"]) as line, emit.loop(panels * column_tiles) as work:
         n, oh, panel, column_tile = line // anchor.oh, line % anchor.oh, work // column_tiles, work % column_tiles
         emit.with_tail(
-            panel, anchor.co, nr,
+            panel,
+            anchor.co,
+            nr,
             lambda width: window.over_tiles(
-                column_tile, anchor.ow, tw, lambda first, count: crosses(anchor, first, count),
+                column_tile,
+                anchor.ow,
+                tw,
+                lambda first, count: crosses(anchor, first, count),
                 lambda first, count: micro(n, oh, first, count, panel * nr, width),
             ),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -18,7 +19,7 @@ from tvm.script.ir_builder import tirx as T
 from . import rounding
 from .family import Buffer
 
-Index = Expr | int
+Index: TypeAlias = Expr | int
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -83,7 +83,9 @@ class _Lowering(Rewriter):
         if key not in self._kernels:
             kernel = FAMILIES[workload.family].kernel(workload, candidate, self._machine)
             functions = tuple(
-                self._builder.add_func(launch.func.without_attr("global_symbol"), f"{launch.func.attrs['global_symbol']}_{workload.hash()}_{i}")
+                self._builder.add_func(
+                    launch.func.without_attr("global_symbol"), f"{launch.func.attrs['global_symbol']}_{workload.hash()}_{i}"
+                )
                 for i, launch in enumerate(kernel.launches)
             )
             self._kernels[key] = kernel, functions

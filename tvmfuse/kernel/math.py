@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Expr
+from tvm.ir import Call, Expr
 
 from ..values import Epilogue, Step
 from . import rounding
@@ -380,7 +380,12 @@ def _step(step: Step, args: Sequence[Expr | float], bind: Bind) -> Expr:
     else:
         compared = step.op in ("less", "greater", "equal", "isnan")
         values = [typed(a, str(like.ty.dtype.with_lanes(1)) if compared else step.dtype) for a in args]
-    return cast(OPS[step.op](*values, *step.params, bind=bind), step.dtype)
+    return cast(_opaque(OPS[step.op](*values, *step.params, bind=bind)), step.dtype)
+
+
+def _opaque(value: Expr) -> Expr:
+    """A call, because TVM's passes replace a name by its definition to find its bounds: 30 times x + x would be 2**30 terms."""
+    return rounding.fence(value) if is_float(value) and not isinstance(value, Call) else value
 
 
 def _computed(dtype: str) -> str:

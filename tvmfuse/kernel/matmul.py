@@ -69,8 +69,15 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     direct = not anchor.constant_b and not packs_here
 
     def compute(epilogue: Epilogue, operand_buffers: tuple[Buffer, ...], dtype: str) -> Launch:
-        buffers = (Buffer(a_shape, anchor.dtype), Buffer(b_shape, anchor.dtype) if direct else b_packed, *operand_buffers, Buffer(anchor.output_shape(), dtype))
-        func = emit.function("matmul", buffers, lambda a, b, *rest: _body(anchor, candidate, lanes, direct, epilogue, a, b, rest[:-1], rest[-1]))
+        buffers = (
+            Buffer(a_shape, anchor.dtype),
+            Buffer(b_shape, anchor.dtype) if direct else b_packed,
+            *operand_buffers,
+            Buffer(anchor.output_shape(), dtype),
+        )
+        func = emit.function(
+            "matmul", buffers, lambda a, b, *rest: _body(anchor, candidate, lanes, direct, epilogue, a, b, rest[:-1], rest[-1])
+        )
         return Launch(func, ())
 
     first = Buffer(b_shape, anchor.dtype) if not anchor.constant_b else panel
@@ -85,7 +92,15 @@ def _axis_strides(order: str, anchor: Matmul) -> dict[str, int]:
 
 
 def _body(
-    anchor: Matmul, candidate: Candidate, lanes: int, direct: bool, epilogue: Epilogue, a: Flat, b: Flat, operands: tuple[Flat, ...], out: Flat
+    anchor: Matmul,
+    candidate: Candidate,
+    lanes: int,
+    direct: bool,
+    epilogue: Epilogue,
+    a: Flat,
+    b: Flat,
+    operands: tuple[Flat, ...],
+    out: Flat,
 ) -> None:
     mr, nr, unroll = candidate["mr"], candidate["nr"], candidate["ku"]
     a_stride, b_stride = _axis_strides(anchor.a, anchor), _axis_strides(anchor.b, anchor)
@@ -100,9 +115,7 @@ def _body(
                 start = batch * b_stride["b"] + k * b_stride["k"] + column0
             else:
                 start = batch * (anchor.k * columns) + column0 * anchor.k + k * panel_width
-            row_of_b = [
-                b.load(start + vector * lanes, lanes, tile.valid(vector) if direct else None) for vector in range(tile.vectors)
-            ]
+            row_of_b = [b.load(start + vector * lanes, lanes, tile.valid(vector) if direct else None) for vector in range(tile.vectors)]
             for row in range(rows):
                 value = emit.splat(a.scalar(batch * a_stride["b"] + (row0 + row) * a_stride["m"] + k * a_stride["k"]), lanes)
                 for vector in range(tile.vectors):
@@ -111,7 +124,11 @@ def _body(
         emit.reduce_over(anchor.k, unroll, step)
         position = {"b": batch, "n": column0}
         store_tile(
-            tile, candidate.placement, epilogue, operands, out,
+            tile,
+            candidate.placement,
+            epilogue,
+            operands,
+            out,
             lambda row: [row0 + row if axis == "m" else position[axis] for axis in anchor.c],
         )
 
@@ -119,7 +136,9 @@ def _body(
     with emit.shared_loop(anchor.batch * panels * row_tiles, candidate["threads"]) as work:
         batch, panel, row_tile = work // (panels * row_tiles), work // row_tiles % panels, work % row_tiles
         emit.with_tail(
-            panel, anchor.n, nr,
+            panel,
+            anchor.n,
+            nr,
             lambda width: emit.with_tail(row_tile, anchor.m, mr, lambda rows: micro(batch, row_tile * mr, rows, panel * nr, width)),
         )
 

@@ -1,0 +1,150 @@
+"""A session as its caller sees it."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import tvmfuse
+from tvmfuse.errors import ModelError, TargetMismatch, UsageError
+
+
+@pytest.fixture(scope="module")
+def model() -> onnx.ModelProto:
+    """relu(x @ w + b) reshaped before its bias, so that there is something to cross."""
+    rng = np.random.default_rng(0)
+    weights = [
+        onnx.numpy_helper.from_array(rng.standard_normal((8, 20), np.float32), "w"),
+        onnx.numpy_helper.from_array(np.array([3, 4, 5], np.int64), "shape"),
+        onnx.numpy_helper.from_array(rng.standard_normal(5, np.float32), "b"),
+    ]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["product"]),
+        helper.make_node("Reshape", ["product", "shape"], ["split"]),
+        helper.make_node("Add", ["split", "b"], ["sum"]),
+        helper.make_node("Relu", ["sum"], ["y"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [3, 8])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [3, 4, 5])
+    return helper.make_model(helper.make_graph(nodes, "g", [x], [y], weights), opset_imports=[helper.make_opsetid("", 17)])
+
+
+@pytest.fixture(scope="module")
+def session(model: onnx.ModelProto) -> tvmfuse.Session:
+    return tvmfuse.build(model, threads=1, fuse="always")
+
+
+@pytest.fixture
+def x() -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((3, 8), np.float32)
+
+
+def expected(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    w, _, b = (onnx.numpy_helper.to_array(t).astype(np.float64) for t in model.graph.initializer)
+    return np.maximum((x @ w).reshape(3, 4, 5) + b, 0)
+
+
+def test_site_says_what_was_crossed(session: tvmfuse.Session) -> None:
+    (site,) = session.sites
+    assert (site.epilogue, site.placement, site.cut, site.source) == (("add", "relu"), "register", 2, "forced")
+    assert site.crossed == ("reshape (3,20)->(3,4,5)",)
+    assert session.kernel_count == 1
+
+
+def test_run_takes_arrays_of_any_kind(session: tvmfuse.Session, model: onnx.ModelProto, x: np.ndarray) -> None:
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    unaligned = np.empty(25, np.float32)[1:].reshape(3, 8)
+    unaligned[...] = x
+    for array in (x, read_only, unaligned, np.asfortranarray(x), x.astype(">f4"), np.repeat(x, 2, axis=1)[:, ::2]):
+        (y,) = session.run(None, {"x": array})
+        np.testing.assert_allclose(y, expected(model, x), rtol=0, atol=1e-5)
+
+
+def test_bound_buffers_are_read_and_written_in_place(session: tvmfuse.Session, model: onnx.ModelProto, x: np.ndarray) -> None:
+    source, target = np.zeros_like(x), np.zeros((3, 4, 5), np.float32)
+    call = session.bind({"x": source}, {"y": target})
+    source[...] = x
+    call()
+    np.testing.assert_allclose(target, expected(model, x), rtol=0, atol=1e-5)
+
+
+def test_results_outlive_the_next_call(session: tvmfuse.Session, x: np.ndarray) -> None:
+    (first,) = session.run(None, {"x": x})
+    kept = first.copy()
+    session.run(None, {"x": -x})
+    assert (first == kept).all()
+
+
+@pytest.mark.parametrize(
+    ("feeds", "said"),
+    [
+        ({}, "input 'x' of shape (3, 8) and dtype float32 is missing"),
+        ({"z": np.zeros((3, 8), np.float32)}, "no input named 'z'; the model has x"),
+        ({"x": np.zeros((3, 9), np.float32)}, "'x' has shape (3, 9), expected (3, 8)"),
+        ({"x": np.zeros((3, 8))}, "'x' has dtype float64, expected float32"),
+    ],
+)
+def test_wrong_feeds_are_named(session: tvmfuse.Session, feeds: dict[str, np.ndarray], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        session.run(None, feeds)
+    assert said in str(error.value)
+
+
+def test_unknown_output_is_named(session: tvmfuse.Session, x: np.ndarray) -> None:
+    with pytest.raises(UsageError, match="no output named 'q'; the model has y"):
+        session.run(["q"], {"x": x})
+
+
+def test_trace_lists_the_kernels_of_the_sites(session: tvmfuse.Session, x: np.ndarray) -> None:
+    ((kernel, seconds),) = session.trace({"x": x})[0]
+    assert (kernel,) == session.manifest.kernels[session.sites[0].name]
+    assert seconds > 0
+
+
+def test_saved_and_loaded_gives_the_same_bits(session: tvmfuse.Session, x: np.ndarray, tmp_path: Path) -> None:
+    session.save(tmp_path / "m.tvmfuse")
+    loaded = tvmfuse.load(tmp_path / "m.tvmfuse")
+    assert loaded.run(None, {"x": x})[0].tobytes() == session.run(None, {"x": x})[0].tobytes()
+    assert loaded.sites == session.sites
+    assert loaded.manifest == session.manifest
+    with pytest.raises(UsageError, match="can't be profiled"):
+        loaded.profile({"x": x})
+    assert [path.name for path in tmp_path.iterdir()] == ["m.tvmfuse"]
+
+
+def altered(source: Path, target: Path, **fields: object) -> Path:
+    with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w") as copy:
+        copy.writestr("manifest.json", json.dumps({**json.loads(archive.read("manifest.json")), **fields}))
+        copy.writestr("model.so", archive.read("model.so"))
+    return target
+
+
+def test_artifact_is_checked_before_it_is_loaded(session: tvmfuse.Session, tmp_path: Path) -> None:
+    saved = tmp_path / "m.tvmfuse"
+    session.save(saved)
+    with pytest.raises(ModelError, match="no such file"):
+        tvmfuse.load(tmp_path / "absent.tvmfuse")
+    (tmp_path / "short.tvmfuse").write_bytes(saved.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="not a whole tvmfuse artifact"):
+        tvmfuse.load(tmp_path / "short.tvmfuse")
+    with pytest.raises(ModelError, match="is damaged"):
+        tvmfuse.load(altered(saved, tmp_path / "a", sha256="0" * 64))
+    with pytest.raises(TargetMismatch, match="built for a CPU with avx1024"):
+        tvmfuse.load(altered(saved, tmp_path / "b", features=["avx1024"]))
+    with pytest.raises(TargetMismatch, match="built with tvm 0.1"):
+        tvmfuse.load(altered(saved, tmp_path / "c", toolchain={"tvm": "0.1", "tvm_ffi": "0"}))
+    with pytest.raises(TargetMismatch, match="artifact format 99"):
+        tvmfuse.load(altered(saved, tmp_path / "d", format=99))
+
+
+def test_save_to_an_unwritable_place_leaves_nothing(session: tvmfuse.Session, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="can't write"):
+        session.save(tmp_path / "no" / "such" / "folder.tvmfuse")
+    assert not list(tmp_path.iterdir())
