@@ -161,6 +161,23 @@ def test_each_look_takes_three_fresh_processes_and_both_orders(tmp_path: Path) -
     assert controls[0] < 8 and len(controls) >= 15, "the control is interleaved, not taken at the end"
 
 
+def test_winners_of_different_processes_meet_in_the_same_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default is quick in the processes of the first group alone, which flatters the winners of the others."""
+    monkeypatch.setattr(search, "CONFIRMED_TOGETHER", 4)
+    simulated = machine(noise=0.0, tile_8=0.80, tile_4=0.81, tile_2=0.82, register_4=0.83, separate_8=0.84)
+    opened = simulated.open_process
+
+    def moody(workload: Workload, candidates: Sequence[Candidate]) -> contextlib.AbstractContextManager[SimulatedMachine]:
+        simulated.true_s[DEFAULT] = 1.0 if tile("tile", 8) in candidates and len(simulated.processes) < 3 else 2.0
+        return opened(workload, candidates)
+
+    monkeypatch.setattr(simulated, "open_process", moody)
+    found = tune(simulated, tmp_path)
+    assert found.choice == tile("tile", 8)
+    match = Log([tmp_path]).best(WORKLOAD, HERE.host, 1, HERE.toolchain, "d1")
+    assert match is not None and match.candidate == found.choice
+
+
 def test_every_measurement_is_in_the_log_before_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = machine()
 
