@@ -148,14 +148,25 @@ def test_unused_outputs_and_nodes_are_dropped():
 
 @pytest.mark.parametrize(("taken", "op"), [(True, "exp"), (False, "negative")])
 def test_an_if_whose_condition_is_known_is_its_branch(taken, op):
+    """Both Ifs call what is inside of their branches "a", as exporters may."""
     x, y, a = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xya")
-    branches = {
-        f"{name}_branch": helper.make_graph([helper.make_node(kind, ["x"], ["a"])], name, [], [a])
-        for name, kind in (("then", "Exp"), ("else", "Neg"))
-    }
-    nodes = [helper.make_node("If", ["c"], ["b"], **branches), helper.make_node("Relu", ["b"], ["y"])]
+
+    def branches(operand):
+        return {
+            f"{name}_branch": helper.make_graph([helper.make_node(kind, [operand], ["a"])], name, [], [a])
+            for name, kind in (("then", "Exp"), ("else", "Neg"))
+        }
+
+    nodes = [
+        helper.make_node("If", ["c"], ["b"], **branches("x")),
+        helper.make_node("If", ["c"], ["d"], **branches("x")),
+        helper.make_node("Sub", ["b", "d"], ["y"]),
+    ]
     graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(np.array(taken), "c")])
-    assert ops(load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8))) == [op, "nn.relu"]
+    loaded = load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8))
+    assert ops(loaded) == [op, op, "subtract"]
+    difference = bindings(loaded)[2].value
+    assert difference.args[0].name != difference.args[1].name
 
 
 def test_local_functions_are_inlined():

@@ -9,7 +9,7 @@ integers) are operations folded that IEEE 754 rounds exactly, so that the result
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,8 @@ class _Fold:
                 self.types[declared.name] = kind
 
     def graph(self) -> Graph:
-        self._define(self.source.initializer)
+        for tensor in self.source.initializer:
+            self._know(tensor.name, array(tensor))
         for node in self.source.node:
             self._visit(node)
         needed = set(self.outputs)
@@ -137,10 +138,6 @@ class _Fold:
         while outputs[-1] == "":
             outputs.pop()
         node.output[:] = outputs
-
-    def _define(self, tensors: Iterable[onnx.TensorProto]) -> None:
-        for tensor in tensors:
-            self._know(tensor.name, array(tensor))
 
     def _know(self, name: str, value: np.ndarray) -> None:
         self.constants[name] = value
@@ -175,10 +172,17 @@ class _Fold:
             self.aliases[name] = source
 
     def _take_branch(self, node: onnx.NodeProto) -> None:
+        """Put the branch's nodes here under names of their own: branches of different Ifs may use equal names."""
         branch = attributes(node)["then_branch" if self.constants[node.input[0]].item() else "else_branch"]
-        self._define(branch.initializer)
+        for tensor in branch.initializer:
+            self.aliases[tensor.name] = f"{node.output[0]}/{tensor.name}"
+            self._know(self.aliases[tensor.name], array(tensor))
         for inner in branch.node:
-            self._visit(inner)
+            renamed = onnx.NodeProto()
+            renamed.CopyFrom(inner)
+            renamed.output[:] = [name and f"{node.output[0]}/{name}" for name in inner.output]
+            self._visit(renamed)
+            self.aliases |= {old: self.aliases.get(new, new) for old, new in zip(inner.output, renamed.output, strict=True) if old}
         for name, result in zip(node.output, branch.output, strict=True):
             self._rename(name, self.aliases.get(result.name, result.name))
 
@@ -228,23 +232,25 @@ class _Fold:
         kinds = {_numpy_kind(self.types[name]) for name in outputs}
         certain = all(name in self.constants or node.op_type in ("Shape", "Size") for name in names)
         if kinds <= set("iub") or (kinds <= set("iubf") and node.op_type in _MOVES and certain):
-            for name, value in zip(outputs, self._evaluate(node, values, outputs), strict=True):
+            results = self._evaluate(node, values, outputs)
+            for name, value in results.items():
                 self._know(name, value)
-            return True
+            return bool(results)
         if kinds == {"f"} and node.op_type in _EXACT | _MOVES and max(value.size for value in values.values()) <= _SHAPE_SIZED:
-            self.tentative |= zip(outputs, self._evaluate(node, values, outputs), strict=True)
+            self.tentative |= self._evaluate(node, values, outputs)
         return False
 
-    def _evaluate(self, node: onnx.NodeProto, values: Mapping[str, np.ndarray], outputs: list[str]) -> list[np.ndarray]:
-        def info(name: str) -> onnx.ValueInfoProto:
-            return helper.make_value_info(name, onnx.TypeProto())
-
-        alone = helper.make_graph([node], "fold", [info(name) for name in values], [info(name) for name in outputs])
-        evaluator = ReferenceEvaluator(helper.make_model(alone, opset_imports=self.opsets))
+    def _evaluate(self, node: onnx.NodeProto, values: Mapping[str, np.ndarray], outputs: list[str]) -> dict[str, np.ndarray]:
+        """The outputs by name; empty when ONNX's reference doesn't implement the operator."""
+        infos = [[helper.make_value_info(name, onnx.TypeProto()) for name in names] for names in (values, outputs)]
+        alone = helper.make_model(helper.make_graph([node], "fold", infos[0], infos[1]), opset_imports=self.opsets)
         try:
-            return [np.asarray(value) for value in evaluator.run(None, dict(values))]
+            results = ReferenceEvaluator(alone).run(None, dict(values))
+        except NotImplementedError:
+            return {}
         except Exception as error:  # the reference raises whatever NumPy does
             raise ModelError(f"{described(node)} can't be computed from its constant inputs: {error}") from error
+        return {name: np.asarray(value) for name, value in zip(outputs, results, strict=True)}
 
 
 def _numpy_kind(kind: onnx.TypeProto) -> str:
