@@ -121,6 +121,13 @@ def test_simplified_chains_move_the_same(chain):
         pytest.param((4, 6), [("permute", (1, 0))], (6, 1), (("reshape", (6,)),), id="permuted vector"),
         pytest.param((2, 3, 4), [("permute", (2, 0, 1))], (4, 2, 3), (("permute", (1, 2, 0)),), id="residual through the inverse"),
         pytest.param((1, 2, 3, 4), [("permute", (0, 3, 1, 2))], (1, 4, 2, 3), (("permute", (0, 2, 3, 1)),), id="with an axis of extent 1"),
+        pytest.param(
+            (1, 2, 3),
+            [("permute", (0, 2, 1)), ("reshape", (6,))],
+            (6,),
+            (("reshape", (1, 3, 2)), ("permute", (0, 2, 1))),
+            id="that comes back from a merge",
+        ),
         pytest.param((2, 1, 3), [("permute", (2, 1, 0))], (3, 1, 2), (("permute", (2, 1, 0)),), id="that stays in the middle"),
         pytest.param(
             (6, 4),
