@@ -31,7 +31,9 @@ each_isa = pytest.mark.parametrize(
     "isa",
     [
         pytest.param(
-            isa, id=isa.name, marks=pytest.mark.skipif(isa not in RUNNABLE, reason=f"this CPU lacks {', '.join(_NEEDS[isa] - _HOST_FEATURES)}")
+            isa,
+            id=isa.name,
+            marks=pytest.mark.skipif(isa not in RUNNABLE, reason=f"this CPU lacks {', '.join(_NEEDS[isa] - _HOST_FEATURES)}"),
         )
         for isa in (AVX512, AVX2, NEON)
     ],
@@ -118,9 +120,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return array.view(f"uint{8 * array.itemsize}")
 
 
-def assert_within_rounding(
-    result: np.ndarray, reference: Callable[..., np.ndarray], inputs: Sequence[np.ndarray], roundings: int
-) -> None:
+def assert_within_rounding(result: np.ndarray, reference: Callable[..., np.ndarray], inputs: Sequence[np.ndarray], roundings: int) -> None:
     """|result - reference(inputs)| <= gamma(roundings) * reference(|inputs|): Higham, Accuracy and Stability, section 3.1.
 
     reference  sums and products only, or a function after them that moves no two values apart. In float64, whose own error
@@ -137,12 +137,17 @@ def with_knobs(candidate: Candidate, **knobs: int | str) -> Candidate:
     return dataclasses.replace(candidate, knobs=tuple(sorted({**dict(candidate.knobs), **knobs}.items())))
 
 
-def each_placement(workload: Workload, machine: Machine, tiles: int) -> list[Candidate]:
-    """Every placement and cut on `tiles` tiles, spread evenly over the ranking; the default comes first."""
-    found = kernel.candidates(workload, machine)
-    ranking = list(dict.fromkeys(candidate.knobs for candidate in found))
-    chosen = {ranking[i * (len(ranking) - 1) // max(tiles - 1, 1)] for i in range(tiles)}
-    return [candidate for candidate in found if candidate.knobs in chosen]
+def each_placement(workload: Workload, machine: Machine) -> list[Candidate]:
+    """Every placement and cut on the default's tile, the default first."""
+    default, *others = kernel.candidates(workload, machine)
+    return [default, *(candidate for candidate in others if candidate.knobs == default.knobs)]
+
+
+def some_tiles(workload: Workload, machine: Machine, count: int) -> list[Candidate]:
+    """The default's placement on `count` tiles, spread evenly over the ranking from the best to the worst."""
+    default, *others = kernel.candidates(workload, machine)
+    found = [default, *(c for c in others if (c.placement, c.cut) == (default.placement, default.cut))]
+    return [found[i * (len(found) - 1) // (count - 1)] for i in range(count)]
 
 
 def roundings_of_chain(reduction: int) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from tvm.ir import Expr
@@ -136,10 +137,7 @@ def _padding_modes(anchor: Conv2dTranspose) -> tuple[str, ...]:
 
 
 def _few_borders(anchor: Conv2dTranspose, tw: int) -> bool:
-    others = (
-        window.border_tiles(phase.outputs, tw, lambda first, count, phase=phase: crosses(anchor, phase, first, count))[1]
-        for phase in phases(anchor, 1)
-    )
+    others = (window.border_tiles(phase.outputs, tw, partial(crosses, anchor, phase))[1] for phase in phases(anchor, 1))
     return all(len(tiles) <= window.MAX_BORDER_TILES for tiles in others)
 
 
@@ -231,7 +229,9 @@ def _body(
             emit.reduce_over(channels, candidate["ku"], step)
 
         def row_of_taps(i: Index, blank: bool) -> None:
-            if depthwise or (inline and isinstance(x0, int)):  # neighbouring pixels share their loads; which taps are outside has to be known
+            if depthwise or (
+                inline and isinstance(x0, int)
+            ):  # neighbouring pixels share their loads; which taps are outside has to be known
                 for j in range(x.count):
                     accumulate(i, j, blank)
             else:
@@ -276,12 +276,13 @@ def _body(
 
         def with_rows(width: int, y: Phase, rows: int) -> None:
             for x in phases(anchor, 1):
+                body = partial(micro, n, group, panel, width, y, row_tile * th, rows, x)
+                crossing = partial(crosses, anchor, x) if inline else never
                 with emit.loop(-(-x.outputs // tw)) as column_tile:
-                    window.over_tiles(
-                        column_tile, x.outputs, tw,
-                        lambda first, count, x=x: inline and crosses(anchor, x, first, count),
-                        lambda first, count, x=x: micro(n, group, panel, width, y, row_tile * th, rows, x, first, count),
-                    )
+                    window.over_tiles(column_tile, x.outputs, tw, crossing, body)
+
+        def never(first: int, count: int) -> bool:
+            return False
 
         emit.with_tail(panel, per_group, nr, with_width)
 
