@@ -17,7 +17,6 @@ Source: own; sinking layout ops is tract's "unmerge" rewrite in the other direct
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from tvm.relax import DataflowBlock, DataflowVar, Expr, Function, Var
 from tvm.relax.expr_functor import PyExprMutator, PyExprVisitor, mutator, visitor
 
 from .axes import LayoutOp, Shape, Step, moved, pull_back, result_shape, simplified
+from .region import Flow, is_output
 from .rewrite import Rewriter, array_of, constant, dtype_of, is_static, op_name, shape_of
 
 ANCHORS = frozenset({"matmul", "einsum", "nn.conv1d", "nn.conv2d", "nn.conv1d_transpose", "nn.conv2d_transpose"})
@@ -141,16 +141,14 @@ class _Analysis:
     """
 
     def __init__(self, block: DataflowBlock) -> None:
-        self.values: dict[Var, Expr] = {binding.var: binding.value for binding in block.bindings}
+        self._flow = Flow.of(block)
+        self.values, self._users, self._order = self._flow.values, self._flow.users, self._flow.order
         self.hoisted: dict[Var, Chain] = {}
         self.exits: set[Var] = set()
         self.crossed: dict[Var, Crossing] = {}
-        self._vars = list(self.values)
-        self._order = {var: at for at, var in enumerate(self._vars)}
-        self._users = {var: sorted(users, key=self._order.__getitem__) for var, users in relax.analysis.udchain(block).items()}
         self._claimed: set[Var] = set()
         self._refused: dict[Var, Refusal] = {}
-        for var in reversed(self._vars):
+        for var in reversed(list(self.values)):
             if op_name(self.values[var]) in ANCHORS:
                 self._follow(var)
 
@@ -173,7 +171,7 @@ class _Analysis:
             path |= dict.fromkeys(moving, chain)
             value = moving[-1] if moving else value
             users = self._users[value]
-            crossing = crossing_of(users[0], self.values[users[0]]) if len(users) == 1 and not self._is_output(value) else None
+            crossing = crossing_of(users[0], self.values[users[0]]) if len(users) == 1 and not is_output(value) else None
             if crossing is None:
                 break
             value, chain = crossing.var, (*chain, crossing)
@@ -187,34 +185,8 @@ class _Analysis:
             self.crossed |= {crossing.var: crossing for crossing in hoisted[exit_]}
 
     def _grow(self, entry: Var, chain: Chain) -> tuple[list[Var], list[Var]]:
-        """The region of epilogue ops that starts at `entry`, in the model's order, and the ops that one value doesn't leave any more.
-
-        Ops are taken in the model's order until one can't move. Whenever a single value is left that somebody still has to read, that
-        value is a possible exit; the last one found is the exit of the largest region.
-        """
-        taken: list[Var] = []
-        closed = 0
-        unread = {entry: self._readers(entry)}
-        region = {entry}
-        queue = [self._order[user] for user in self._users[entry]]
-        while queue:
-            var = self._vars[heapq.heappop(queue)]
-            if var in region:
-                continue
-            if var in self._claimed or self._problem(var, entry, chain, region):
-                break
-            for read in region.intersection(relax.analysis.free_vars(self.values[var])):
-                unread[read] -= 1
-                if not unread[read]:
-                    del unread[read]
-            taken.append(var)
-            region.add(var)
-            unread[var] = self._readers(var)
-            if list(unread) == [var]:
-                closed = len(taken)
-            for user in self._users[var]:
-                heapq.heappush(queue, self._order[user])
-        return taken[:closed], taken[closed:]
+        """The epilogue ops over `entry` that can move above `chain` as one region, and those that one value doesn't leave any more."""
+        return self._flow.grow(entry, lambda var, region: var not in self._claimed and not self._problem(var, entry, chain, region))
 
     def _problem(self, var: Var, entry: Var, chain: Chain, region: set[Var]) -> _Problem | None:
         """Why `var` can't be computed on the anchor's side of `chain`; `region` holds what is already there."""
@@ -280,7 +252,7 @@ class _Analysis:
         return _Problem("second user", f"no single value leaves the ops that read `{value.name}`")
 
     def _why_shared(self, value: Var, user: Var, held: list[Var]) -> _Problem | None:
-        if self._is_output(value):
+        if is_output(value):
             return _Problem("graph output", f"`{value.name}` is a graph output")
         for other in self._users[value]:
             if other not in (user, *held):
@@ -307,13 +279,6 @@ class _Analysis:
 
     def _layout_name(self, layout: Var) -> str:
         return str(crossing_of(layout, self.values[layout]) or op_name(self.values[layout]))
-
-    def _readers(self, var: Var) -> int:
-        return len(self._users[var]) + self._is_output(var)
-
-    @staticmethod
-    def _is_output(var: Var) -> bool:
-        return not isinstance(var, DataflowVar)
 
 
 @visitor

@@ -21,6 +21,7 @@ from ..values import Anchor, Conv2d, Conv2dTranspose, Epilogue, Matmul, Operand,
 from .axes import LayoutOp, order_of
 from .epilogue import Arg, steps_of
 from .hoist import CROSSED_ATTR, EPILOGUE_OPS
+from .region import Flow, is_output
 from .rewrite import array_of, dtype_of, is_static, op_name, shape_of
 from .simplify import permute_axes
 
@@ -86,22 +87,15 @@ class _Stop:
 class _Finder:
     def __init__(self, func: Function, recurrences: dict[str, str]) -> None:
         (block,) = func.body.blocks
-        self._bindings = [b for b in block.bindings if isinstance(b, relax.VarBinding)]
-        self._value: dict[Var, Expr] = {b.var: b.value for b in self._bindings}
-        self._position = {b.var: i for i, b in enumerate(self._bindings)}
-        self._users: dict[Var, list[Var]] = {}
-        for binding in self._bindings:
-            for var in relax.analysis.free_vars(binding.value):
-                self._users.setdefault(var, []).append(binding.var)
-        self._returned = {v for v in relax.analysis.free_vars(func.body.body)}
-        self._returned |= {b.var for b in self._bindings if not isinstance(b.var, relax.DataflowVar)}
+        self._flow = Flow.of(block)
+        self._value, self._users = self._flow.values, self._flow.users
         self._recurrences = recurrences
         self._crossed = {str(name): [str(op) for op in ops] for name, ops in (func.attrs or {}).get(CROSSED_ATTR, {}).items()}
         self._claimed: set[Var] = set()
 
     def found(self) -> list[FoundSite]:
         # The anchor that is computed last takes an op that joins two: the other's result is then an operand like any other.
-        sites = [site for binding in reversed(self._bindings) if (site := self._site(binding.var)) is not None]
+        sites = [site for var in reversed(list(self._value)) if (site := self._site(var)) is not None]
         return sites[::-1]
 
     def _site(self, var: Var) -> FoundSite | None:
@@ -223,7 +217,7 @@ class _Finder:
         return best
 
     def _read_once(self, value: Expr) -> bool:
-        return isinstance(value, Var) and value not in self._returned and len(self._users.get(value, ())) == 1
+        return isinstance(value, Var) and self._flow.readers(value) == 1 and not is_output(value)
 
     def _absorb_output(self, anchor: Matmul, epilogue: Epilogue, exit_: Var) -> tuple[Matmul, Epilogue, Var]:
         """Look down through layout ops as long as they amount to another order with n last."""
@@ -253,31 +247,21 @@ class _Finder:
     # The epilogue --------------------------------------------------------------------------------------------------------------------
 
     def _grow(self, entry: Var) -> tuple[_Chain, str | None]:
-        """The longest run of ops over the anchor's result that one value leaves, and what ends it."""
-        shape = shape_of(entry)
-        chain, best = _Chain({entry: "%0"}), _Chain({entry: "%0"})
-        pending = [user for user in self._users.get(entry, ())]
-        open_reads = {entry: self._reads(entry)}
-        stop: _Stop | None = None
-        while pending:
-            var = min(pending, key=self._position.__getitem__)
-            pending = [p for p in pending if p is not var]
-            stop = self._extend(chain, var, shape)
-            if stop is not None:
-                break
-            for read in set(relax.analysis.free_vars(self._value[var])) & open_reads.keys():
-                open_reads[read] -= 1
-                if not open_reads[read]:
-                    del open_reads[read]
-            open_reads[var] = self._reads(var)
-            pending += [user for user in self._users.get(var, ()) if user not in pending]
-            if list(open_reads) == [var]:
-                best = _Chain(dict(chain.values), list(chain.steps), list(chain.operands), list(chain.inputs), list(chain.members))
-        return best, stop.why if stop is not None and stop.wanted else None
+        """The largest epilogue over the anchor's result that one value leaves, and why an op that follows isn't part of it."""
+        shape, chain = shape_of(entry), _Chain({entry: "%0"})
+        stops: list[_Stop] = []
 
-    def _reads(self, var: Var) -> int:
-        """Bindings that read `var`, and one more if the graph returns it."""
-        return len(self._users.get(var, ())) + (var in self._returned)
+        def admits(var: Var, _region: set[Var]) -> bool:
+            stop = self._extend(chain, var, shape)
+            stops.extend([stop] if stop else [])
+            return stop is None
+
+        members, beyond = self._flow.grow(entry, admits)
+        if beyond:
+            chain = _Chain({entry: "%0"})
+            for var in members:
+                self._extend(chain, var, shape)
+        return chain, next((stop.why for stop in stops if stop.wanted), None)
 
     def _extend(self, chain: _Chain, var: Var, shape: tuple[int, ...]) -> _Stop | None:
         """Add the op bound to `var` to the chain; or say why it can't be."""
