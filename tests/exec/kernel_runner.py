@@ -70,7 +70,7 @@ def run(workload: Workload, candidates: Iterable[Candidate], machine: Machine, i
         for i, built in enumerate(kernels)
         for j, launch in enumerate(built.launches)
     }
-    module = tvm.compile(tvm.IRModule(functions), _target(machine.isa))
+    module = tvm.compile(tvm.IRModule(functions), target_for(machine.isa))
     return [_launch(module, f"kernel{i}_", built, inputs) for i, built in enumerate(kernels)]
 
 
@@ -79,7 +79,7 @@ def run_default(workload: Workload, machine: Machine, inputs: Sequence[np.ndarra
     return result
 
 
-def _target(isa: ISA) -> tvm.target.Target:
+def target_for(isa: ISA) -> tvm.target.Target:
     if _COMPILED_FOR[isa] is None:
         return tvm.target.Target.from_device(tvm.cpu())
     return tvm.target.Target({"kind": "llvm", "mcpu": _COMPILED_FOR[isa]})
@@ -89,7 +89,7 @@ def _launch(module: tvm.runtime.Executable, prefix: str, built: Kernel, inputs: 
     given = [built.packers[i](array) if i in built.packers else array for i, array in enumerate(inputs)]
     assert [array.shape for array in given] == [buffer.shape for buffer in built.buffers[: built.inputs]]
     blank = [np.full(buffer.shape, np.nan, buffer.dtype) for buffer in built.buffers[built.inputs :]]
-    arrays = [_before_a_guard_page(array) for array in (*given, *blank)]
+    arrays = [before_a_guard_page(array) for array in (*given, *blank)]
     tensors = [tvm_ffi.from_dlpack(array) for array in arrays]
     for j, launch in enumerate(built.launches):
         module[f"{prefix}{j}"](*(tensors[i] for i in launch.args))
@@ -97,7 +97,7 @@ def _launch(module: tvm.runtime.Executable, prefix: str, built: Kernel, inputs: 
     return [arrays[i].copy() for i in built.results]
 
 
-def _before_a_guard_page(array: np.ndarray) -> np.ndarray:
+def before_a_guard_page(array: np.ndarray) -> np.ndarray:
     page = mmap.PAGESIZE
     whole = -(-array.nbytes // page) * page
     memory = mmap.mmap(-1, whole + page)
