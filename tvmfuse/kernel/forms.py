@@ -26,7 +26,7 @@ from tvm.script.ir_builder import tirx as T
 from ..values import ISA
 from . import emit
 from .emit import Flat
-from .nests import Axis, Nest, Store, assuming, conditions, step, substitute, uses
+from .nests import Axis, Nest, Store, assuming, branches, step, substitute, uses
 
 LOGICAL_LANES = 16  # of a reduction along a contiguous axis, on every machine
 FEW = 8  # rows that are interleaved by picking each result's lanes from all of them
@@ -61,7 +61,7 @@ def form_of(nest: Nest) -> Form:
 
 
 def _branches_on(nest: Nest, axis: Axis) -> bool:
-    return any(uses(condition, axis) for s in nest.stores for condition in conditions(s.value))
+    return any(uses(branch, axis) for s in nest.stores for branch in branches(s.value))
 
 
 def _in_step(nest: Nest, axis: Axis) -> bool:
@@ -142,6 +142,13 @@ def _lanes(width: int) -> Iterator[Expr]:
     else:
         with T.vectorized(0, index(width)) as i:
             yield i
+
+
+@contextlib.contextmanager
+def _tiles(extent: int, size: int) -> Iterator[Expr]:
+    """The start of each tile; the last may overlap the one before, without code of its own."""
+    with _serial(-(-extent // size)) as i:
+        yield i * size if extent % size == 0 else tirx.Min(i * size, index(extent - size))
 
 
 @dataclass(frozen=True)
@@ -238,13 +245,15 @@ class Emitter:
 
     def _strips(self, nest: Nest, axis: Axis, width: int, most: int, body: Callable[[Expr, int, int], None]) -> None:
         """body(start, vectors, lanes of each) until the axis is covered, up to `most` vectors at a time."""
-        strips, rest = divmod(axis.extent // width, most)
+        whole = axis.extent // width
+        most = next((n for n in range(most, most // 2, -1) if whole % n == 0), most)  # one body instead of two
+        strips, rest = divmod(whole, most)
         if strips:
             with _serial(strips) as strip:
                 body(strip * (most * width), most, width)
         if rest:
             body(index(strips * most * width), rest, width)
-        done = axis.extent // width * width
+        done = whole * width
         if done < axis.extent and not self._in_place(nest):
             body(index(axis.extent - width), 1, width)
             return
@@ -308,8 +317,8 @@ class Emitter:
             self._decided(nest, values, (lane, *nest.reduction), strips)
 
     def _decided(self, nest: Nest, values: Values, inside: Sequence[Axis], body: Callable[[Nest], None]) -> None:
-        """body(nest) under branches on those conditions that no axis inside changes."""
-        undecided = [c for s in nest.stores for c in conditions(s.value) if not uses(c, *inside)]
+        """body(nest) under branches on what no axis inside changes."""
+        undecided = [c for s in nest.stores for c in branches(s.value) if not uses(c, *inside)]
         if not undecided:
             body(nest)
             return
@@ -358,11 +367,8 @@ class Emitter:
                 target.store(self._real(store.offset, at(0, j)), turned, size)
 
         with _over([axis for axis in nest.spatial if axis is not lane and axis is not other], self.share) as values:
-
-            def tiles(column: Expr, *_: int) -> None:
-                self._strips(nest, lane, size, 1, lambda start, *_: tile(values, start, column))
-
-            self._strips(nest, other, size, 1, tiles)
+            with _tiles(other.extent, size) as column, _tiles(lane.extent, size) as start:
+                tile(values, start, column)
 
     def _interleave(self, nest: Nest, form: Form) -> None:
         """out[j * rows + i] = row[i][j]"""

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 OPAQUE = 8  # TVM's OpPatternKind.kOpaque
 LINE = 16  # elements: what threads share is cut at multiples of it, so that two of them hardly ever write to one cache line
+WIDE = 64  # elements of an innermost axis that make the few at its ends cheap
 
 Rewrite = Callable[[str, tirx.PrimFunc], tirx.PrimFunc]
 
@@ -59,10 +60,10 @@ def _pays_to_inline(producer: SBlock, consumers: Sequence[SBlock]) -> bool:
     if initial or more:
         return False
     if moves_only(store.value):
-        # under a reduction, a condition on the innermost axis can't be partitioned away: vectors would become scalars
-        inner = [i for i, extent in zip(store.indices, shape_of(store.buffer), strict=True) if extent > 1][-1:]
-        decided = not any(uses(c, Axis(i, 0)) for c in conditions(store.value) for i in inner)
-        return decided or not any(_reduces(consumer) for consumer in consumers)
+        # under a reduction the elements around a condition's change run one by one; with few others a copy is faster
+        short = [Axis(i, n) for i, n in zip(store.indices, shape_of(store.buffer), strict=True) if n > 1][-1:]
+        beside = any(uses(c, axis) for c in conditions(store.value) for axis in short if axis.extent < WIDE)
+        return not (beside and any(_reduces(consumer) for consumer in consumers))
     (consumer, *others) = consumers
     if others or _points(consumer) > _points(producer):
         return False

@@ -13,6 +13,7 @@ Only offsets and conditions, which are integers, are ever simplified: TVM's simp
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,15 +105,22 @@ def step(offset: Expr, axis: Axis) -> int | None:
     return int(linear[0]) if linear and isinstance(linear[0], tirx.IntImm) else None
 
 
-def conditions(expr: Expr) -> list[Expr]:
-    """Of every if_then_else and select in `expr`."""
+def branches(expr: Expr) -> list[Expr]:
+    """Conditions of every if_then_else in `expr`: it evaluates one side only, so that lanes can't differ on it."""
     found: list[Expr] = []
 
     def call(node: Call) -> None:
         if _is_if_then_else(node):
             found.append(node.args[0])
 
-    tvm_ffi.structural_walk(expr, ((tirx.Select, lambda node: found.append(node.condition)), (Call, call)))
+    tvm_ffi.structural_walk(expr, (Call, call))
+    return found
+
+
+def conditions(expr: Expr) -> list[Expr]:
+    """Of every if_then_else and select in `expr`."""
+    found = branches(expr)
+    tvm_ffi.structural_walk(expr, (tirx.Select, lambda node: found.append(node.condition)))
     return found
 
 
@@ -142,6 +150,13 @@ def moves_only(value: Expr) -> bool:
     if isinstance(value, Call) and _is_if_then_else(value):
         return moves_only(value.args[1]) and moves_only(value.args[2])
     return isinstance(value, TensorLoad | tirx.FloatImm | tirx.IntImm)
+
+
+def _boundless(initial: Expr) -> Expr:
+    """Infinity where TVM starts a maximum or minimum at the largest finite number, which then wins over infinities."""
+    if isinstance(initial, tirx.FloatImm) and abs(initial.value) == float(tirx.max_value(initial.ty.dtype).value):
+        return tirx.const(math.copysign(math.inf, initial.value), initial.ty.dtype)
+    return initial
 
 
 def shape_of(buffer: tirx.Var) -> tuple[int, ...]:
@@ -232,7 +247,7 @@ def nest_of(block: SBlock, view: Callable[[tirx.Var], tirx.Var], outer: Sequence
     body, initial = stores_of(block)
     stores = []
     for store in body:
-        first = next((flattened(s.value) for s in initial if s.buffer.same_as(store.buffer)), None)
+        first = next((_boundless(flattened(s.value)) for s in initial if s.buffer.same_as(store.buffer)), None)
         if initial and first is None:
             raise NotANest("a reduction without an initial value")
         found = Store(view(store.buffer), flat(store.buffer, store.indices), flattened(store.value), first)
@@ -337,7 +352,10 @@ def merge(nest: Nest) -> Nest:
 
 
 def partition(nest: Nest) -> list[Nest]:
-    """Cut spatial axes where conditions on them alone change, slowest first; each part has decided them."""
+    """Cut spatial axes where conditions on them alone change, slowest first; each part has decided them.
+
+    The innermost axis is also cut where the conditions of a window change, so that inside nothing is left to decide.
+    """
     parts: list[Nest] = []
     waiting = [nest]
     while waiting:
@@ -357,10 +375,15 @@ def _cuts(nest: Nest) -> Iterator[tuple[Axis, int]]:
             if not loads(condition):
                 tvm_ffi.structural_walk(condition, ((tirx.LT, tirx.LE, tirx.GT, tirx.GE), comparisons.append))
     for axis in nest.spatial:
-        others = [other for other in (*nest.outer, *nest.axes) if other is not axis]
+        windows = nest.reduction if axis is nest.spatial[-1] else ()
+        others = [other for other in (*nest.outer, *nest.axes) if other is not axis and other not in windows]
         for node in comparisons:
-            if uses(node, axis) and not uses(node, *others) and step(node.a - node.b, axis) is not None:
-                at = _threshold(node, axis)
+            moving = [(window.var, window.extent - 1) for window in windows if uses(node, window)]
+            if not uses(node, axis) or uses(node, *others) or any(step(node.a - node.b, a) is None for a in (axis, *windows)):
+                continue
+            for ends in itertools.product((0, 1), repeat=len(moving)):
+                values = {var: tirx.const(last * end, var.ty.dtype) for (var, last), end in zip(moving, ends, strict=True)}
+                at = _threshold(substitute(node, values), axis)
                 if at is not None:
                     yield axis, at
 
