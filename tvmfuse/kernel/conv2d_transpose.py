@@ -130,10 +130,10 @@ def _blocks(anchor: Conv2dTranspose, vectors: int, machine: Machine) -> Iterator
 
 
 def _padding_modes(anchor: Conv2dTranspose) -> tuple[str, ...]:
-    """As for convolutions: a copy pays when it is read by a long reduction."""
+    """A copy is read KH * KW times by every panel of a dense kernel; a depthwise one is done in the time that it takes."""
     if not any(border(anchor)):
         return ("none",)
-    return ("inline", "copy") if _split(anchor)[1] <= 4 else ("copy", "inline")
+    return ("inline", "copy") if is_depthwise(anchor) else ("copy", "inline")
 
 
 def _few_borders(anchor: Conv2dTranspose, tw: int) -> bool:
