@@ -112,6 +112,7 @@ class _Finder:
         epilogue = Epilogue(tuple(chain.steps), tuple(chain.operands))
         if isinstance(anchor, Matmul):
             anchor, epilogue, exit_ = self._absorb_output(anchor, epilogue, exit_)
+        exit_ = self._past_reshapes(exit_)
         crossed = dict.fromkeys(text for member in chain.members for text in self._crossed.get(member.name, ()))
         return FoundSite(
             name=_name([var, *chain.members]),
@@ -218,6 +219,13 @@ class _Finder:
 
     def _read_once(self, value: Expr) -> bool:
         return isinstance(value, Var) and self._flow.readers(value) == 1 and not is_output(value)
+
+    def _past_reshapes(self, exit_: Var) -> Var:
+        """Look down through reshapes that alone read the site's result: it is stored in their shape at once."""
+        while self._read_once(exit_) and op_name(self._value[user := self._users[exit_][0]]) == "reshape" and is_static(user):
+            self._claimed.add(user)
+            exit_ = user
+        return exit_
 
     def _absorb_output(self, anchor: Matmul, epilogue: Epilogue, exit_: Var) -> tuple[Matmul, Epilogue, Var]:
         """Look down through layout ops as long as they amount to another order with n last."""

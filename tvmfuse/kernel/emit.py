@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
+import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
@@ -96,6 +97,20 @@ def function(name: str, buffers: Sequence[Buffer], body: Callable[..., None]) ->
         with T.sblock("root"):
             body(*(Flat(_linear(arg, b), b.shape, b.dtype) for arg, b in zip(declared, buffers, strict=True)))
     return builder.get()
+
+
+def redeclared(func: tirx.PrimFunc, shapes: Sequence[Sequence[int]]) -> tirx.PrimFunc:
+    """The same kernel, its buffers declared in other shapes of the same sizes: how a reshape beside a kernel comes to cost nothing."""
+    own = [tuple(int(extent) for extent in param.ty.shape) for param in func.params]
+    if own == [tuple(shape) for shape in shapes]:
+        return func
+    assert [math.prod(shape) for shape in own] == [math.prod(shape) for shape in shapes]
+    new = {
+        param: tirx.decl_buffer(shape, param.ty.dtype, name=param.name, data_alignment=param.ty.data_alignment)
+        for param, shape in zip(func.params, shapes, strict=True)
+    }
+    body = tvm_ffi.structural_map(func.body, (tirx.Var, lambda var: new.get(var, var)))
+    return tirx.PrimFunc(list(new.values()), body, func.ret_type, attrs=func.attrs)
 
 
 def _linear(declared: tirx.Buffer, buffer: Buffer) -> tirx.Buffer:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax import Expr, Var
+from tvm.relax import Expr
 
-from ..graph.rewrite import Rewriter, array_of, constant, reshape, substitute
+from ..graph.rewrite import Rewriter, array_of, constant, is_static, op_name, shape_of, substitute
 from ..graph.sites import FoundSite
 from ..values import Candidate, Machine, Workload
 from . import FAMILIES
-from .family import Kernel
+from .emit import redeclared
+from .family import Kernel, Launch
 
 Choose = Callable[[Workload], Candidate]
 
@@ -45,7 +46,8 @@ class _Lowering(Rewriter):
         self.names: dict[str, tuple[str, ...]] = {}
         self._sites = {site.result: site for site in sites}
         self._choose, self._machine = choose, machine
-        self._kernels: dict[tuple[Workload, Candidate], tuple[Kernel, tuple[tvm.ir.GlobalVar, ...]]] = {}
+        self._kernels: dict[tuple[Workload, Candidate], Kernel] = {}
+        self._functions: dict[tuple[Workload, int, tuple[tuple[int, ...], ...]], tvm.ir.GlobalVar] = {}
 
     def module(self, main: relax.Function) -> tvm.IRModule:
         mod = self._builder.get()
@@ -56,41 +58,43 @@ class _Lowering(Rewriter):
         site = self._sites.get(self.var)
         if site is None:
             return value
-        kernel, functions = self._kernel(site.workload)
-        self.names[site.name] = tuple(function.name_hint for function in functions)
-        held: dict[int, Expr] = {}
-        for position, expr in enumerate(site.inputs):
-            held[position] = self._input(substitute(expr, self.replaced), kernel, position)
-        results: Expr | None = None
-        for launch, function in zip(kernel.launches, functions, strict=True):
-            arguments = [held[i] for i in launch.args[: -launch.outputs]]
-            out = [relax.TensorType(kernel.buffers[i].shape, kernel.buffers[i].dtype) for i in launch.args[-launch.outputs :]]
-            results = self.emit(relax.call_tir(function, arguments, out if len(out) > 1 else out[0]))
-            if launch.outputs == 1:
-                held[launch.args[-1]] = results
+        kernel = self._kernel(site.workload)
+        held = {i: self._input(substitute(expr, self.replaced), kernel, i) for i, expr in enumerate(site.inputs)}
+        shapes = {i: buffer.shape for i, buffer in enumerate(kernel.buffers)} | {i: shape_of(value) for i, value in held.items()}
+        if len(kernel.results) == 1:
+            shapes[kernel.results[0]] = shape_of(self.var)
+        names, results = [], None
+        for number, launch in enumerate(kernel.launches):
+            function = self._function(site.workload, launch, number, [shapes[i] for i in launch.args])
+            names.append(function.name_hint)
+            inputs, outputs = launch.args[: -launch.outputs], launch.args[-launch.outputs :]
+            out = [relax.TensorType(shapes[i], kernel.buffers[i].dtype) for i in outputs]
+            results = self.emit(relax.call_tir(function, [held[i] for i in inputs], out if len(out) > 1 else out[0]))
+            held |= {outputs[0]: results} if len(out) == 1 else {}
+        self.names[site.name] = tuple(names)
         assert results is not None
-        return results if launch.outputs > 1 else reshape(results, _shape(self.var))
+        return results
 
     def _input(self, value: Expr, kernel: Kernel, position: int) -> Expr:
+        """Packed where it is constant; else as it is stored, before any reshape."""
         array = array_of(value)
-        if position in kernel.packers and array is not None:
-            return constant(kernel.packers[position](array))
-        return self.emit(reshape(value, kernel.buffers[position].shape))
+        if array is not None:
+            return constant(kernel.packers[position](array)) if position in kernel.packers else value
+        while op_name(producer := self.producer(value)) == "reshape" and is_static(producer.args[0]):
+            value = producer.args[0]
+        return value
 
-    def _kernel(self, workload: Workload) -> tuple[Kernel, tuple[tvm.ir.GlobalVar, ...]]:
-        candidate = self._choose(workload)
-        key = workload, candidate
+    def _kernel(self, workload: Workload) -> Kernel:
+        key = workload, self._choose(workload)
         if key not in self._kernels:
-            kernel = FAMILIES[workload.family].kernel(workload, candidate, self._machine)
-            functions = tuple(
-                self._builder.add_func(
-                    launch.func.without_attr("global_symbol"), f"{launch.func.attrs['global_symbol']}_{workload.hash()}_{i}"
-                )
-                for i, launch in enumerate(kernel.launches)
-            )
-            self._kernels[key] = kernel, functions
+            self._kernels[key] = FAMILIES[workload.family].kernel(*key, self._machine)
         return self._kernels[key]
 
-
-def _shape(var: Var) -> tuple[int, ...]:
-    return tuple(int(extent) for extent in var.ty.shape.values)
+    def _function(self, workload: Workload, launch: Launch, number: int, shapes: Sequence[tuple[int, ...]]) -> tvm.ir.GlobalVar:
+        """The launch's function in the module; one for all sites of the workload that store their tensors in the same shapes."""
+        key = workload, number, tuple(shapes)
+        if key not in self._functions:
+            func = redeclared(launch.func, shapes)
+            name = f"{func.attrs['global_symbol']}_{workload.hash()}_{number}"
+            self._functions[key] = self._builder.add_func(func.without_attr("global_symbol"), name)
+        return self._functions[key]
