@@ -62,7 +62,9 @@ def load(name: str, logits: bool = False) -> ModelProto:
     model.CopyFrom(_cached(name))
     last = model.graph.node[-1]
     if logits and last.op_type == "Softmax":
-        model.graph.output.append(helper.make_tensor_value_info(last.input[0], TensorProto.FLOAT, None))
+        probabilities = model.graph.output[0].type.tensor_type.shape
+        extents = [d.dim_value for d in probabilities.dim]
+        model.graph.output.append(helper.make_tensor_value_info(last.input[0], TensorProto.FLOAT, extents))
     return model
 
 
