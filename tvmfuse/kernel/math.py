@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Call, Expr
+from tvm.ir import Expr, TensorLoad, Var
 
 from ..values import Epilogue, Step
 from . import rounding
 from .rounding import const, copysign, div, fma, is_float, literal, mul, neg, sqrt
 
-# Gives a value a name, so that using it twice does not compute it twice.
-Bind = Callable[[Expr], Expr]
+# Computes a value where it stands and gives back what reads it, so that using it twice does not compute it twice.
+Bind: TypeAlias = Callable[[Expr], Expr]
 
 # exp(r) for |r| <= ln 2; relative error 2**-26.0
 EXP = (0.000196286885, 0.00141065626, 0.00833601411, 0.0416611582, 0.16666615, 0.500000358, 1.0, 1.0)
@@ -60,7 +62,11 @@ LN2_HIGH, LN2_LOW = 0.6931471824645996, -1.9046542121259336e-09  # float32(ln 2)
 
 
 class Lets:
-    """Names values inside one expression, where no statement can be emitted."""
+    """A Bind inside one expression, where no statement can be emitted.
+
+    TVM's simplifier replaces a name by its definition wherever it is used, so compile time grows with every use that
+    lies on top of another: a few functions deep is instant, a chain of three swishes takes minutes.
+    """
 
     def __init__(self) -> None:
         self._named: list[tuple[tirx.Var, Expr]] = []
@@ -80,7 +86,7 @@ def _function(float64: Callable[..., Expr]) -> Callable[[Callable[..., Expr]], C
     """f(*args, bind) in float32 -> f(*args, bind=None) in float32 or float64.
 
     float64  TVM's intrinsic: right, not fast, and only as reproducible as the machine's libm.
-    bind     names intermediate values; by default they become Let expressions.
+    bind     for intermediate values; by default they become Let expressions.
     """
 
     def decorate(float32: Callable[..., Expr]) -> Callable[..., Expr]:
@@ -88,10 +94,10 @@ def _function(float64: Callable[..., Expr]) -> Callable[[Callable[..., Expr]], C
         def function(*args: Expr, bind: Bind | None = None) -> Expr:
             if args[0].ty.dtype.bits == 64:
                 return float64(*args)
-            if bind is not None:
-                return float32(*args, bind)
-            lets = Lets()
-            return lets.around(float32(*(lets(a) for a in args), lets))
+            if bind is None:
+                lets = Lets()
+                return lets.around(function(*args, bind=lets))
+            return float32(*(a if isinstance(a, Var | TensorLoad) else bind(a) for a in args), bind)
 
         return function
 
@@ -221,14 +227,12 @@ def _power_of_two(x: Expr, factor: float, bind: Bind, extra: int = 0) -> tuple[E
     fraction, bias, bits = (52, 1023, "uint64") if x.ty.dtype.bits == 64 else (23, 127, "uint32")
     rounded = bind(fma(x, const(factor, x), const(1.5 * 2**fraction + bias + extra, x)))
     exponent = tirx.reinterpret(_typed(bits, x), rounded) << tirx.const(fraction, _typed(bits, x))
-    n = tirx.Sub(rounded, const(1.5 * 2**fraction + bias + extra, x))
-    return bind(n), bind(tirx.reinterpret(x.ty.dtype, exponent))
+    return tirx.Sub(rounded, const(1.5 * 2**fraction + bias + extra, x)), tirx.reinterpret(x.ty.dtype, exponent)
 
 
 def _remainder(x: Expr, n: Expr, multiple: int, bind: Bind) -> Expr:
     """x - n * multiple * ln 2. The first step is exact: both its terms are multiples of 2**-24, and so is the result."""
-    high = bind(fma(n, const(-LN2_HIGH * multiple, x), x))
-    return bind(fma(n, const(-LN2_LOW * multiple, x), high))
+    return bind(fma(n, const(-LN2_LOW * multiple, x), fma(n, const(-LN2_HIGH * multiple, x), x)))
 
 
 def _exp(x: Expr, bind: Bind) -> Expr:
@@ -290,7 +294,8 @@ def cast(x: Expr, dtype: str) -> Expr:
     if x.ty.dtype == _typed("bool", x):
         return tirx.Select(x, tirx.const(1, target), tirx.const(0, target))
     if dtype == "bool":
-        return tirx.NE(rounding.magnitude_bits(x) if is_float(x) else x, 0)
+        bits = rounding.magnitude_bits(x) if is_float(x) else x
+        return tirx.NE(bits, const(0, bits))
     if is_float(x) and not dtype.startswith("float"):
         return tirx.call_llvm_pure_intrin(target, f"llvm.fpto{'ui' if dtype.startswith('uint') else 'si'}.sat", x)
     return tirx.Cast(target, x)
@@ -326,6 +331,9 @@ OPS: dict[str, Callable[..., Expr]] = {
     "leaky_relu": _direct(leaky_relu),
 }
 
+# Ops whose expression holds an argument more than once.
+REPEATS = frozenset({"min", "max", "prelu", "leaky_relu", "pow"})
+
 # Instructions a vector takes on AVX-512; those not named take one. Divisions and roots count as they occupy the unit.
 COST: dict[str, float] = {
     **{"div": 8, "sqrt": 8, "min": 2, "max": 2, "clip": 2, "where": 1, "prelu": 3, "leaky_relu": 3, "cast": 2},
@@ -341,19 +349,22 @@ def cost(op: str) -> float:
 def evaluate(epilogue: Epilogue, accumulator: Expr, operands: Sequence[Expr], bind: Bind | None = None) -> Expr:
     """The epilogue's result for one scalar or vector of the anchor's results, each step rounded once to its dtype.
 
-    float16 steps compute in float32 and round their result. Every step is named, so that a value which is used twice is
-    computed once and a chain of n steps stays of size n.
+    float16 steps compute in float32 and round their result.
 
-    bind  names a value, such as an IR builder's statement; by default the result is one nest of Let expressions.
+    bind  for values that are used twice; by default the result is one nest of Let expressions.
     """
     if bind is None:
         lets = Lets()
         return lets.around(evaluate(epilogue, accumulator, operands, lets))
-    values = [bind(accumulator)]
+    uses: Counter[str | float] = Counter()
     for step in epilogue.steps:
+        for arg in step.args:
+            uses[arg] += 2 if step.op in REPEATS else 1
+    values = [accumulator]
+    for index, step in enumerate(epilogue.steps, 1):
         value = _step(step, [_value(arg, values, operands) for arg in step.args], bind)
         # TVM's simplifier fails on a named vector of bool.
-        values.append(value if step.dtype == "bool" else bind(value))
+        values.append(bind(value) if uses[f"%{index}"] > 1 and step.dtype != "bool" else value)
     return values[-1]
 
 
@@ -380,12 +391,7 @@ def _step(step: Step, args: Sequence[Expr | float], bind: Bind) -> Expr:
     else:
         compared = step.op in ("less", "greater", "equal", "isnan")
         values = [typed(a, str(like.ty.dtype.with_lanes(1)) if compared else step.dtype) for a in args]
-    return cast(_opaque(OPS[step.op](*values, *step.params, bind=bind)), step.dtype)
-
-
-def _opaque(value: Expr) -> Expr:
-    """A call, because TVM's passes replace a name by its definition to find its bounds: 30 times x + x would be 2**30 terms."""
-    return rounding.fence(value) if is_float(value) and not isinstance(value, Call) else value
+    return cast(OPS[step.op](*values, *step.params, bind=bind), step.dtype)
 
 
 def _computed(dtype: str) -> str:

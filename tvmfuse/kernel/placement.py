@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tvm.ir import Expr
-from tvm.script.ir_builder import tirx as T
 
 from ..values import Epilogue, Operand, Placement
 from . import emit
@@ -38,7 +37,7 @@ def read(operand: Operand, view: Flat, at: Sequence[Index], lanes: int, valid: i
 def apply(epilogue: Epilogue, value: Expr, operands: Sequence[Flat], at: Sequence[Index], lanes: int, valid: int) -> Expr:
     """f(value) for one vector of output elements."""
     reads = [read(operand, view, at, lanes, valid) for operand, view in zip(epilogue.operands, operands, strict=True)]
-    return evaluate(epilogue, value, reads, bind=T.bind)
+    return evaluate(epilogue, value, reads, bind=emit.held)
 
 
 def store_tile(
