@@ -1,10 +1,12 @@
 """ExactRounding: kernels that TVM legalises, with the arithmetic of ours, so that their bits don't depend on the CPU either.
 
-Rewrite  a * b + c                       ->  fence(a * b) + c: LLVM can't contract it
+Rewrite  a * b + c, a - b, a / b, ...    ->  rounding's: LLVM can't contract them, TVM's simplifier can't fold them
          exp, log, sigmoid, tanh, erf    ->  our polynomials: libm differs between platforms and takes one lane at a time
-         pow, sqrt                       ->  ours
+         pow, sqrt, isnan                ->  ours
          max(a, b), min(a, b)            ->  those that keep a NaN of either side; TVM's keeps it on one
-To be run before scheduling: expressions are scalar then, and vectorise as the rest does.
+         a < b, a == b, a != b, ...      ->  decided through an integer: TVM takes `not a < b` for `b <= a`
+To be run before scheduling: expressions are scalar then, and vectorise as the rest does. What TVM has folded while it built
+an expression, such as `not a < b` inside one te.compute, is folded for good.
 """
 
 from __future__ import annotations
@@ -18,6 +20,20 @@ from tvm.ir import Call, Expr, Op
 
 from . import math, rounding
 
+OPERATORS: dict[type, Callable[[Expr, Expr], Expr]] = {
+    tirx.Add: rounding.add,
+    tirx.Sub: rounding.sub,
+    tirx.Mul: rounding.mul,
+    tirx.Div: rounding.div,
+    tirx.Max: rounding.maximum,
+    tirx.Min: rounding.minimum,
+    tirx.LT: lambda a, b: rounding.decided(tirx.LT(a, b)),
+    tirx.LE: lambda a, b: rounding.decided(tirx.LE(a, b)),
+    tirx.GT: lambda a, b: rounding.decided(tirx.GT(a, b)),
+    tirx.GE: lambda a, b: rounding.decided(tirx.GE(a, b)),
+    tirx.EQ: lambda a, b: rounding.decided(rounding.equal(a, b)),
+    tirx.NE: lambda a, b: tirx.Not(rounding.decided(rounding.equal(a, b))),
+}
 FUNCTIONS: dict[str, Callable[..., Expr]] = {
     "tirx.exp": math.exp,
     "tirx.log": math.log,
@@ -26,6 +42,7 @@ FUNCTIONS: dict[str, Callable[..., Expr]] = {
     "tirx.erf": math.erf,
     "tirx.pow": math.pow,
     "tirx.sqrt": rounding.sqrt,
+    "tirx.isnan": rounding.is_nan,
 }
 
 
@@ -46,34 +63,18 @@ class ExactRounding:
 
 
 def rewritten(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    body = tvm_ffi.structural_map(
-        func.body,
-        (
-            ((tirx.Add, tirx.Sub), _sum),
-            ((tirx.Max, tirx.Min), _extremum),
-            (Call, _call),
-        ),
-    )
+    body = tvm_ffi.structural_map(func.body, ((tuple(OPERATORS), _operator), (Call, _call)))
     return func if body.same_as(func.body) else func.with_body(body)
 
 
-def _sum(node: Expr) -> Expr:
-    if not _is_single_or_double(node):
-        return node
-    a, b = (rounding.fence(side) if isinstance(side, tirx.Mul) else side for side in (node.a, node.b))
-    return node if a.same_as(node.a) and b.same_as(node.b) else type(node)(a, b)
-
-
-def _extremum(node: Expr) -> Expr:
-    if not _is_single_or_double(node):
-        return node
-    return (rounding.maximum if isinstance(node, tirx.Max) else rounding.minimum)(node.a, node.b)
+def _operator(node: Expr) -> Expr:
+    return OPERATORS[type(node)](node.a, node.b) if _is_single_or_double(node.a) else node
 
 
 def _call(node: Call) -> Expr:
     function = FUNCTIONS.get(node.op.name) if isinstance(node.op, Op) else None
-    return function(*node.args) if function and _is_single_or_double(node) else node
+    return function(*node.args) if function and _is_single_or_double(node.args[0]) else node
 
 
-def _is_single_or_double(node: Expr) -> bool:
-    return str(node.ty.dtype) in ("float32", "float64")
+def _is_single_or_double(value: Expr) -> bool:
+    return str(value.ty.dtype) in ("float32", "float64")

@@ -337,7 +337,7 @@ REPEATS = frozenset({"min", "max", "prelu", "leaky_relu", "pow"})
 # Instructions a vector takes on AVX-512; those not named take one. Divisions and roots count as they occupy the unit.
 COST: dict[str, float] = {
     **{"div": 8, "sqrt": 8, "min": 2, "max": 2, "clip": 2, "where": 1, "prelu": 3, "leaky_relu": 3, "cast": 2},
-    **{"exp": 18, "sigmoid": 28, "tanh": 29, "erf": 28, "softplus": 29, "log": 28, "pow": 120},
+    **{"exp": 16, "sigmoid": 28, "tanh": 28, "erf": 25, "softplus": 28, "log": 26, "pow": 110},
 }
 
 

@@ -1,8 +1,9 @@
 """Float arithmetic that rounds exactly where it is written, whatever LLVM and TVM's simplifier would like.
 
 Two parties rewrite floats behind our back. LLVM contracts `a * b + c` into an fma, depending on block structure and
-instruction set. TVM's simplifier takes floats for reals: `x + y - x -> y`, `x - x -> 0`, `x * 0 -> 0`, `x + 0 -> x`,
-`0 / x -> 0`, `x == x -> True`. An `llvm.arithmetic.fence` is opaque to both and becomes no instruction.
+instruction set (TVM's code generator invites it to: it emits llvm.fmuladd). TVM's simplifier takes floats for reals:
+`x + y - x -> y`, `x - x -> 0`, `x * 0 -> 0`, `x + 0 -> x`, `0 / x -> 0`, `x == x -> True`. An `llvm.arithmetic.fence` is
+opaque to all of them and becomes no instruction.
 
 All functions take expressions of one float type, scalar or vector, and stay branch-free and vectorisable under
 T.vectorized. Integers pass through `add`, `sub`, `mul`, `maximum` and `minimum` with TVM's own arithmetic.
@@ -59,8 +60,9 @@ def mul(a: Expr, b: Expr) -> Expr:
 
 
 def div(a: Expr, b: Expr) -> Expr:
-    """a / b, correctly rounded: LLVM makes it `a * (1 / b)` only for literal powers of two, where that is exact."""
-    return tirx.Div(_opaque_zero(a), b)
+    """a / b, correctly rounded. A literal power of two LLVM takes for a product, which is exact, but then to be fenced."""
+    quotient = tirx.Div(_opaque_zero(a), b)
+    return fence(quotient) if is_float(a) and literal(b) is not None else quotient
 
 
 def sqrt(x: Expr) -> Expr:
@@ -69,8 +71,11 @@ def sqrt(x: Expr) -> Expr:
 
 
 def neg(x: Expr) -> Expr:
-    """x with its sign flipped, also for zeros; LLVM turns the product into a sign flip."""
-    return tirx.Mul(x, const(-1, x))
+    """x with its sign flipped, also that of zeros. On the bits: a product by -1 would be taken for half an fma."""
+    if not is_float(x):
+        return tirx.Sub(const(0, x), x)
+    bits = tirx.reinterpret(_unsigned(x), x)
+    return tirx.reinterpret(x.ty.dtype, bits ^ tirx.const(1 << (x.ty.dtype.bits - 1), _unsigned(x)))
 
 
 def copysign(magnitude: Expr, sign: Expr) -> Expr:
@@ -94,9 +99,15 @@ def is_nan(x: Expr) -> Expr:
 
 
 def magnitude_bits(x: Expr) -> Expr:
-    """The bits of |x| as an integer that orders as |x| does, NaN above infinity."""
-    integer = tvm_ffi.dtype(f"int{x.ty.dtype.bits}").with_lanes(x.ty.dtype.lanes)
-    return tirx.reinterpret(integer, tirx.abs(x))
+    """The bits of |x| as an unsigned integer that orders as |x| does, NaN above infinity."""
+    return tirx.reinterpret(_unsigned(x), tirx.abs(x))
+
+
+def decided(comparison: Expr) -> Expr:
+    """A comparison of floats that TVM may negate: through an integer, where `not` means what it says for NaN too."""
+    integer = tvm_ffi.dtype("int32").with_lanes(comparison.ty.dtype.lanes)
+    flag = tirx.Select(comparison, tirx.const(1, integer), tirx.const(0, integer))
+    return tirx.GT(flag, const(0, flag))
 
 
 def equal(a: Expr, b: Expr) -> Expr:
@@ -115,6 +126,10 @@ def maximum(a: Expr, b: Expr) -> Expr:
 def minimum(a: Expr, b: Expr) -> Expr:
     """As `maximum`."""
     return _extremum(tirx.Min, a, b)
+
+
+def _unsigned(x: Expr) -> tvm_ffi.dtype:
+    return tvm_ffi.dtype(f"uint{x.ty.dtype.bits}").with_lanes(x.ty.dtype.lanes)
 
 
 def _extremum(op: type, a: Expr, b: Expr) -> Expr:
