@@ -22,9 +22,7 @@ ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, 
 # The epilogue's closed vocabulary: op -> (number of value arguments, names of its numeric parameters).
 VOCABULARY: dict[str, tuple[int, tuple[str, ...]]] = {
     **dict.fromkeys(("add", "sub", "mul", "div", "min", "max", "pow", "prelu", "less", "greater", "equal"), (2, ())),
-    **dict.fromkeys(
-        ("relu", "sigmoid", "tanh", "erf", "exp", "log", "sqrt", "abs", "neg", "softplus", "floor", "isnan", "cast"), (1, ())
-    ),
+    **dict.fromkeys(("relu", "sigmoid", "tanh", "erf", "exp", "log", "sqrt", "abs", "neg", "softplus", "floor", "isnan", "cast"), (1, ())),
     "where": (3, ()),
     "clip": (1, ("low", "high")),
     "leaky_relu": (1, ("alpha",)),
@@ -88,12 +86,7 @@ class Epilogue:
         return tuple(
             cut
             for cut in range(len(self.steps) + 1)
-            if all(
-                int(arg[1:]) >= cut
-                for step in self.steps[cut:]
-                for arg in step.args
-                if isinstance(arg, str) and arg.startswith("%")
-            )
+            if all(int(arg[1:]) >= cut for step in self.steps[cut:] for arg in step.args if isinstance(arg, str) and arg.startswith("%"))
         )
 
     def split(self, cut: int) -> tuple[Epilogue, Epilogue]:
@@ -237,13 +230,23 @@ class Conv2dTranspose:
     @property
     def oh(self) -> int:
         return (
-            (self.h - 1) * self.stride[0] - self.padding[0] - self.padding[2] + self.dilation[0] * (self.kh - 1) + 1 + self.output_padding[0]
+            (self.h - 1) * self.stride[0]
+            - self.padding[0]
+            - self.padding[2]
+            + self.dilation[0] * (self.kh - 1)
+            + 1
+            + self.output_padding[0]
         )
 
     @property
     def ow(self) -> int:
         return (
-            (self.w - 1) * self.stride[1] - self.padding[1] - self.padding[3] + self.dilation[1] * (self.kw - 1) + 1 + self.output_padding[1]
+            (self.w - 1) * self.stride[1]
+            - self.padding[1]
+            - self.padding[3]
+            + self.dilation[1] * (self.kw - 1)
+            + 1
+            + self.output_padding[1]
         )
 
     def input_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -348,7 +351,10 @@ class Workload:
         return sum(math.prod(shape) * ITEM_BYTES.get(dtype, 4) for shape, dtype in (*sizes, (anchor.output_shape(), self.output_dtype)))
 
     def to_json(self) -> dict[str, Any]:
-        return {"anchor": {"type": type(self.anchor).__name__, **dataclasses.asdict(self.anchor)}, "epilogue": dataclasses.asdict(self.epilogue)}
+        return {
+            "anchor": {"type": type(self.anchor).__name__, **dataclasses.asdict(self.anchor)},
+            "epilogue": dataclasses.asdict(self.epilogue),
+        }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Workload:

@@ -106,8 +106,10 @@ def lrn(x: np.ndarray) -> np.ndarray:
 
 CASES = [
     Case(
-        "chain", [(3, 5, 33), (33,), (3, 5, 33)],
-        lambda x, b, r: nn.relu(op.add(op.add(x, b), r)), lambda x, b, r: np.maximum(x + b + r, 0),
+        "chain",
+        [(3, 5, 33), (33,), (3, 5, 33)],
+        lambda x, b, r: nn.relu(op.add(op.add(x, b), r)),
+        lambda x, b, r: np.maximum(x + b + r, 0),
     ),  # fmt: skip
     Case("scalar", [()], lambda x: op.add(x, x), lambda x: x + x),
     Case("odd length", [(1009,)], op.abs, np.abs),
@@ -121,7 +123,8 @@ CASES = [
     Case("gather in the last axis", [(40, 3), (37,)], lambda x, i: op.take(x, i, 1), lambda x, i: x[:, i], dtypes=("float32", "int64")),
     Case("reflect", [(6, 9)], lambda x: nn.pad(x, [2, 1, 3, 2], "reflect"), lambda x: np.pad(x, ((2, 1), (3, 2)), mode="reflect")),
     Case(
-        "nearest resize", [(1, 3, 4, 20)],
+        "nearest resize",
+        [(1, 3, 4, 20)],
         lambda x: op.image.resize2d(
             x, (6, 8), None, "NHWC", "nearest_neighbor", coordinate_transformation_mode="asymmetric", rounding_method="floor"
         ),
@@ -137,7 +140,8 @@ CASES = [
     Case("transpose of float64", [(20, 35)], lambda x: op.permute_dims(x, [1, 0]), lambda x: x.T, dtypes=("float64",)),
     Case("transpose of bool", [(20, 35)], lambda x: op.permute_dims(op.less(x, op.abs(x)), [1, 0]), lambda x: (x < np.abs(x)).T),
     Case(
-        "channel shuffle", [(1, 5, 5, 24)],
+        "channel shuffle",
+        [(1, 5, 5, 24)],
         lambda x: op.reshape(op.permute_dims(op.reshape(x, (1, 5, 5, 3, 8)), [0, 1, 2, 4, 3]), (1, 5, 5, 24)),
         lambda x: x.reshape(1, 5, 5, 3, 8).swapaxes(3, 4).reshape(1, 5, 5, 24),
     ),  # fmt: skip
@@ -161,15 +165,22 @@ CASES = [
     Case("softmax of one row", [(1, 1000)], lambda x: nn.softmax(x, 1), lambda x: softmax(x, 1)),
     Case("softmax of the first axis", [(5, 41)], lambda x: nn.softmax(x, 0), lambda x: softmax(x, 0)),
     Case(
-        "layer norm", [(17, 20), (20,), (20,)], lambda x, g, b: nn.layer_norm(x, g, b, [-1]), lambda x, g, b: normalised(x, (1,)) * g + b,
+        "layer norm",
+        [(17, 20), (20,), (20,)],
+        lambda x, g, b: nn.layer_norm(x, g, b, [-1]),
+        lambda x, g, b: normalised(x, (1,)) * g + b,
         same_bits=False,
     ),  # fmt: skip
     Case(
-        "instance norm", [(2, 6, 7, 13), (13,), (13,)], lambda x, g, b: nn.instance_norm(x, g, b, 3, [1, 2]),
-        lambda x, g, b: normalised(x, (1, 2)) * g + b, same_bits=False,
+        "instance norm",
+        [(2, 6, 7, 13), (13,), (13,)],
+        lambda x, g, b: nn.instance_norm(x, g, b, 3, [1, 2]),
+        lambda x, g, b: normalised(x, (1, 2)) * g + b,
+        same_bits=False,
     ),  # fmt: skip
     Case(
-        "local response", [(1, 6, 70)],
+        "local response",
+        [(1, 6, 70)],
         lambda x: op.squeeze(
             nn.avg_pool2d(op.expand_dims(op.multiply(x, x), 3), (1, 5), (1, 1), (0, 2, 0, 2), layout="NHWC", count_include_pad=True), [3]
         ),
@@ -181,8 +192,11 @@ CASES = [
     average_pooled((1, 6, 7, 33), 3, 1, False),
     Case("float64 matmul", [(9, 20), (20, 21)], op.matmul, np.matmul, same_bits=False, dtypes=("float64", "float64")),
     Case(
-        "matmul with the transpose", [(9, 20), (7, 20)],
-        lambda x, y: op.matmul(x, op.permute_dims(y)), lambda x, y: x @ y.T, same_bits=False,
+        "matmul with the transpose",
+        [(9, 20), (7, 20)],
+        lambda x, y: op.matmul(x, op.permute_dims(y)),
+        lambda x, y: x @ y.T,
+        same_bits=False,
     ),  # fmt: skip
 ]
 

@@ -24,9 +24,7 @@ from ..errors import ModelError
 from .safety import array
 
 # Operators that copy their data operand and do no arithmetic on it. Expand and Tile are left out: they would inflate weights.
-_MOVES = frozenset(
-    "Concat Constant ConstantOfShape Flatten Gather Identity Pad Reshape Slice Split Squeeze Transpose Unsqueeze".split()
-)
+_MOVES = frozenset("Concat Constant ConstantOfShape Flatten Gather Identity Pad Reshape Slice Split Squeeze Transpose Unsqueeze".split())
 _EXACT = frozenset("Abs Add Cast Ceil Div Floor Max Min Mul Neg Round Sqrt Sub".split())
 _READ_FLOAT_SHAPES = frozenset(("Range", "Resize", "Upsample"))
 _RANDOM = frozenset("Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike".split())

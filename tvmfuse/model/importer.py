@@ -29,9 +29,7 @@ def import_graph(graph: Graph) -> tvm.IRModule:
     if refused:
         raise UnsupportedError(listing(refused))
     importer = _Importer(graph)
-    proto = onnx.GraphProto(
-        node=_named(graph.nodes), input=graph.inputs, output=[onnx.ValueInfoProto(name=name) for name in graph.outputs]
-    )
+    proto = onnx.GraphProto(node=_named(graph.nodes), input=graph.inputs, output=[onnx.ValueInfoProto(name=name) for name in graph.outputs])
     try:
         mod = importer.from_onnx(proto, graph.opset)
     except UnsupportedError:
@@ -121,4 +119,3 @@ class _Importer(ONNXGraphImporter):
         if op_name in operators.CONVERTERS:
             return operators.CONVERTERS[op_name](self.bb, inputs, attrs)
         return super()._convert_operator(op_name, inputs, attrs, opset)
-

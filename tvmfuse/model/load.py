@@ -84,9 +84,7 @@ def _load_relax(mod: tvm.IRModule, shapes: Shapes | None) -> Loaded:
     declared = {var.name: tuple(_dim(extent) for extent in var.ty.shape) for var in mod["main"].params}
     bound = bind(declared, shapes, "module")
     symbols = {var.name for var in relax.analysis.defined_symbolic_vars(mod["main"])}
-    values = {
-        dim: extent for name, dims in declared.items() for dim, extent in zip(dims, bound[name], strict=True) if dim in symbols
-    }
+    values = {dim: extent for name, dims in declared.items() for dim, extent in zip(dims, bound[name], strict=True) if dim in symbols}
     mod = relax.transform.BindSymbolicVars(values, "main")(mod) if values else mod
     mod = tvm.transform.Sequential([relax.transform.Normalize(), relax.transform.ConvertToDataflow(1)])(mod)
     main = mod["main"]
