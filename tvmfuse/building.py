@@ -18,6 +18,7 @@ from .errors import UnsupportedError, UsageError
 from .graph.sites import FoundSite, find_sites, recurrences
 from .kernel.generic import lower_generic
 from .kernel.lower import Choose, lower_sites
+from .kernel.outputs import outputs_as_parameters, own_outputs
 from .measure.host import host, machine, parse_target, required_features, toolchain
 from .model.load import Loaded, load
 from .session import Manifest, Session
@@ -115,7 +116,7 @@ def compile_model(prepared: Prepared, plan: Plan, choose: Choose, dump: Dump | N
     lowered = lower_sites(prepared.mod, prepared.sites, choose, plan.machine)
     if dump:
         dump("schedule", lowered.mod)
-    mod = lower_generic(lowered.mod, plan.machine)
+    mod = outputs_as_parameters(lower_generic(own_outputs(lowered.mod), plan.machine))
     if dump:
         dump("generic", mod)
 
@@ -182,12 +183,7 @@ def described(site: FoundSite, chooser: Chooser) -> Site:
 def count_kernels(mod: tvm.IRModule) -> int:
     """Kernels that one call of main launches; reshapes are views and launch none."""
     (block,) = mod["main"].body.blocks
-    return sum(1 for b in block.bindings if graph.rewrite.op_name(b.value) == "call_tir" and not _is_view(mod, b.value))
-
-
-def _is_view(mod: tvm.IRModule, call: Any) -> bool:
-    func = mod[call.args[0]]
-    return isinstance(func.body, tvm.s_tir.SBlockRealize) and bool(relax.analysis.has_reshape_pattern(func))
+    return sum(1 for b in block.bindings if graph.rewrite.op_name(b.value) in ("call_tir", "call_tir_inplace"))
 
 
 def _dumper(folder: Path) -> Dump:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -26,7 +27,6 @@ from .model.load import TensorInfo
 from .values import Site, Workload
 
 FORMAT = 1
-ALIGNMENT = 64
 LIBRARY, MANIFEST = "model.so", "manifest.json"
 
 
@@ -105,8 +105,9 @@ class Session:
 
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """ONNX Runtime's calling convention. Raises UsageError for a wrong name, shape or dtype, saying which and what was expected."""
-        results = self._call(self._arguments(feeds))
-        arrays = {info.name: np.from_dlpack(result) for info, result in zip(self.manifest.outputs, results, strict=True)}
+        arguments = self._arguments(feeds)
+        arrays = {info.name: np.empty(info.shape, info.dtype) for info in self.manifest.outputs}
+        self._main()(*arguments, *map(tvm_ffi.from_dlpack, arrays.values()))
         if output_names is None:
             return list(arrays.values())
         unknown = [name for name in output_names if name not in arrays]
@@ -115,36 +116,22 @@ class Session:
         return [arrays[name] for name in output_names]
 
     def bind(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
-        """A call on the caller's own buffers: it reads `inputs` as they are at that time and writes `outputs` in place.
+        """A call on the caller's own buffers: it reads `inputs` as they are at that time and writes `outputs`; nothing is copied.
 
-        Raises UsageError when a buffer can't be used in place: wrong shape or dtype, not contiguous, or an output that is read-only.
+        Outputs that aren't given go to a buffer that nobody reads. To be called from one thread at a time.
+        Raises UsageError when a buffer can't be used in place: wrong name, shape or dtype, strided, byte-swapped or read-only.
         """
-        for info in self.manifest.inputs:
-            array = _named(inputs, info)
-            if not (array.flags.c_contiguous and array.dtype.isnative):
-                raise UsageError(
-                    f"input {info.name!r} is not a contiguous array in this machine's byte order, so it can't be bound; pass a copy"
-                )
-        targets = []
+        known = [info.name for info in self.manifest.outputs]
+        unknown = [name for name in outputs if name not in known]
+        if unknown:
+            raise UsageError(f"no output named {unknown[0]!r}; the model has {', '.join(known)}")
+        buffers = [_named(inputs, info) for info in self.manifest.inputs]
         for info in self.manifest.outputs:
-            if info.name not in outputs:
-                continue
-            target = _named(outputs, info)
-            if not (target.flags.c_contiguous and target.flags.writeable):
-                raise UsageError(f"output {info.name!r} is not a writable contiguous array")
-            targets.append((self.manifest.outputs.index(info), target))
-        arguments = self._arguments(inputs)
-        copies = [(np.from_dlpack(a), inputs[i.name]) for a, i in zip(arguments, self.manifest.inputs, strict=True)]
-        copies = [(copy, source) for copy, source in copies if not np.shares_memory(copy, source)]
-
-        def call() -> None:
-            for copy, source in copies:
-                np.copyto(copy, source)
-            results = self._call(arguments)
-            for position, target in targets:
-                np.copyto(target, np.from_dlpack(results[position]))
-
-        return call
+            buffers.append(_named(outputs, info) if info.name in outputs else np.empty(info.shape, info.dtype))
+        for info, buffer in zip((*self.manifest.inputs, *self.manifest.outputs), buffers, strict=True):
+            if not (buffer.flags.c_contiguous and buffer.flags.writeable and buffer.dtype.isnative):
+                raise UsageError(f"{info.name!r} can't be bound: it is strided, read-only or in foreign byte order; pass a plain copy")
+        return functools.partial(self._main(), *map(tvm_ffi.from_dlpack, buffers))
 
     def trace(self, feeds: Mapping[str, np.ndarray], repeats: int = 1) -> list[list[tuple[str, float]]]:
         """For each of `repeats` calls the kernels that really ran, in order, with the seconds of each.
@@ -162,7 +149,8 @@ class Session:
             elif not name.startswith("vm."):
                 calls[-1].append((name, time.perf_counter() - began[0]))
 
-        arguments = self._arguments(feeds)
+        outputs = (np.empty(info.shape, info.dtype) for info in self.manifest.outputs)
+        arguments = [*self._arguments(feeds), *map(tvm_ffi.from_dlpack, outputs)]
         vm = relax.VirtualMachine(self._traced(), tvm.cpu())
         vm["main"](*arguments)
         vm.set_instrument(watch)
@@ -206,12 +194,12 @@ class Session:
             raise UsageError(f"no input named {unknown[0]!r}; the model has {', '.join(expected)}")
         return [_tensor(_named(feeds, info)) for info in self.manifest.inputs]
 
-    def _call(self, arguments: Sequence[Any]) -> Sequence[Any]:
+    def _main(self) -> Callable[..., Any]:
+        """The model's entry in this thread's virtual machine: main(*inputs, *outputs)."""
         if not hasattr(self._local, "main"):
             self._local.vm = relax.VirtualMachine(self._executable, tvm.cpu())
             self._local.main = self._local.vm["main"]
-        result = self._local.main(*arguments)
-        return [result] if isinstance(result, tvm.runtime.Tensor) else result
+        return self._local.main
 
 
 def load(path: str | os.PathLike[str]) -> Session:
@@ -261,19 +249,6 @@ def _named(arrays: Mapping[str, np.ndarray], info: TensorInfo) -> np.ndarray:
 
 
 def _tensor(array: np.ndarray) -> Any:
-    """Shared with the caller where it can be; read-only, strided, byte-swapped or unaligned arrays are copied.
-
-    Kernels that TVM legalises load whole vectors from where the graph's inputs begin, and fault when that isn't aligned.
-    """
+    """Shared with the caller where it can be; read-only, strided and byte-swapped arrays are copied."""
     native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
-    if not native.flags.writeable or native.__array_interface__["data"][0] % ALIGNMENT:
-        native = _aligned_copy(native)
-    return tvm_ffi.from_dlpack(native)
-
-
-def _aligned_copy(array: np.ndarray) -> np.ndarray:
-    raw = np.empty(array.nbytes + ALIGNMENT, np.uint8)
-    start = -raw.__array_interface__["data"][0] % ALIGNMENT
-    copy = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
+    return tvm_ffi.from_dlpack(native if native.flags.writeable else native.copy())

@@ -86,8 +86,8 @@ class _Stop:
 
 class _Finder:
     def __init__(self, func: Function, recurrences: dict[str, str]) -> None:
-        (block,) = func.body.blocks
-        self._flow = Flow.of(block)
+        blocks = func.body.blocks  # none where nothing is computed
+        self._flow = Flow.of(blocks[0]) if blocks else Flow({}, {})
         self._value, self._users = self._flow.values, self._flow.users
         self._recurrences = recurrences
         self._crossed = {str(name): [str(op) for op in ops] for name, ops in (func.attrs or {}).get(CROSSED_ATTR, {}).items()}
