@@ -15,7 +15,7 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from tests.exec.kernel_runner import HOST, RUNNABLE, assert_same_bits, before_a_guard_page, target_for
-from tvmfuse.kernel import generic
+from tvmfuse.kernel import generic, grain
 from tvmfuse.values import Machine
 
 nn = op.nn
@@ -243,7 +243,7 @@ def _run(main: relax.Function, prefix: str, module: Any, inputs: Sequence[np.nda
 
 @pytest.fixture(autouse=True)
 def small_functions_are_shared_too(monkeypatch):
-    monkeypatch.setattr(generic, "SPLIT_PAYS_S", -1.0)
+    monkeypatch.setattr(grain, "SPLIT_PAYS_S", -1.0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

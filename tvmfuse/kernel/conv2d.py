@@ -20,8 +20,9 @@ from ..values import Candidate, Conv2d, Epilogue, Machine, Workload
 from . import emit, window
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
+from .grain import compute_seconds, threads_for
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, pays_to_split, tile_cycles
+from .space import assemble, candidates_of, check_tile, tile_cycles
 
 
 def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
@@ -31,7 +32,7 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
     lanes = machine.isa.lanes(anchor.dtype)
     per_group = anchor.co // anchor.groups
     reduction = anchor.kh * anchor.kw * (anchor.ci // anchor.groups)
-    split = machine.threads if pays_to_split(workload, machine) else 1
+    split = threads_for(machine, compute_seconds(workload, machine))
     found = []
     for vectors in range(1, min(8, -(-per_group // lanes)) + 1):
         for th, tw in _blocks(anchor, vectors, machine):

@@ -29,8 +29,9 @@ from ..values import Candidate, Conv2dTranspose, Epilogue, Machine, Workload
 from . import emit, window
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
+from .grain import compute_seconds, stream_seconds, threads_for
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, pays_to_split, streams_long_enough_to_split, tile_cycles
+from .space import assemble, candidates_of, check_tile, tile_cycles
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
     lanes = machine.isa.lanes(anchor.dtype)
     _, channels, per_group = _split(anchor)
     vectors_in_group = -(-per_group // lanes)
-    pays = streams_long_enough_to_split if is_depthwise(anchor) else pays_to_split
-    split = machine.threads if pays(workload, machine) else 1
+    seconds = stream_seconds(workload) if is_depthwise(anchor) else compute_seconds(workload, machine)
+    split = threads_for(machine, seconds)
     found = []
     for vectors in range(1, min(8, vectors_in_group) + 1):
         for th, tw in _blocks(anchor, vectors, machine):

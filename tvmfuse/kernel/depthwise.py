@@ -15,8 +15,9 @@ from . import emit, window
 from .conv2d import crosses
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
+from .grain import stream_seconds, threads_for
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, streams_long_enough_to_split
+from .space import assemble, candidates_of, check_tile
 
 
 def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
@@ -25,7 +26,7 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
     assert isinstance(anchor, Conv2d)
     lanes = machine.isa.lanes(anchor.dtype)
     vectors_in_all = -(-anchor.co // lanes)
-    split = machine.threads if streams_long_enough_to_split(workload, machine) else 1
+    split = threads_for(machine, stream_seconds(workload))
     # LLVM keeps the inputs that a row's taps share in registers: as many again as accumulators (14x32 spills: 28 GFLOP/s, 7x32 has 64)
     live = 2 if anchor.kw > 1 else 1
     found = []

@@ -16,18 +16,17 @@ from ..values import Candidate, Elementwise, Machine, Operand, Workload
 from . import emit
 from .emit import Flat
 from .family import Buffer, Kernel, Launch
+from .grain import STREAM_BYTES_PER_S, threads_for
 from .placement import apply
 
 CHUNK = 2048  # elements of the innermost axis that one step of the shared loop handles: 8 KiB of float32, a quarter of an L1
-STREAM_BYTES_PER_S = 8e9  # of one core, to judge whether a second thread pays
-SPLIT_PAYS_S = 20e-6
 
 
 def candidates(workload: Workload, machine: Machine) -> tuple[Candidate, ...]:
     anchor = workload.anchor
     assert isinstance(anchor, Elementwise)
     moved = math.prod(anchor.shape) * (8 + sum(4 for o in workload.epilogue.operands if math.prod(o.shape) > 1))
-    threads = machine.threads if moved / STREAM_BYTES_PER_S > SPLIT_PAYS_S else 1
+    threads = threads_for(machine, moved / STREAM_BYTES_PER_S)
     return (Candidate("register", len(workload.epilogue.steps), (("threads", threads),)),)
 
 

@@ -29,9 +29,9 @@ from . import emit, nests
 from .emit import Flat
 from .family import Buffer
 from .forms import Emitter, Form, form_of, index, shares
+from .grain import CORE_HZ, STREAM_BYTES_PER_S, threads_for
 from .nests import Axis, Nest, NotANest, conditions, is_spatial, loads, moves_only, nest_of, shape_of, stores_of, uses
 from .rounding import is_float
-from .space import CORE_HZ, SPLIT_PAYS_S, STREAM_BYTES_PER_S
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def scheduled(name: str, func: tirx.PrimFunc, machine: Machine) -> tirx.PrimFunc
     rows = math.prod(axis.extent for axis in outer)
     read = [nest_of(block, view, outer, lambda buffer: together if buffer in temporary else 0) for block in blocks]
     stages = [stage for nest in read for stage in nests.stages(nest)]
-    threads = machine.threads if _seconds(func, read, machine) > SPLIT_PAYS_S else 1
+    threads = threads_for(machine, _seconds(func, read, machine))
 
     def body(*params: Flat) -> None:
         views = {view(param): flat for param, flat in zip(func.params, params, strict=True)}

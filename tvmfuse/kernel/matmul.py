@@ -18,8 +18,9 @@ from ..values import Candidate, Epilogue, Machine, Matmul, Workload
 from . import emit
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
+from .grain import compute_seconds, threads_for
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, pays_to_split, tile_cycles
+from .space import assemble, candidates_of, check_tile, tile_cycles
 
 
 def packed_columns(anchor: Matmul, lanes: int) -> int:
@@ -43,7 +44,7 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
             if rows > anchor.m or rows * vectors + vectors + 1 > machine.isa.registers:
                 continue
             found[rows, vectors] = tile_cycles((anchor.m, rows), (1, 1), (vectors_in_n, vectors), anchor.k)
-    split = machine.threads if pays_to_split(workload, machine) else 1
+    split = threads_for(machine, compute_seconds(workload, machine))
     ordered = sorted(found, key=lambda tile: (found[tile], tile))
     return [{"mr": rows, "nr": vectors * lanes, "ku": 4 if rows * vectors <= 8 else 2, "threads": split} for rows, vectors in ordered]
 

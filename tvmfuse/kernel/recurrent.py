@@ -24,9 +24,10 @@ from ..values import Candidate, Machine, Matmul, Recurrent, Workload
 from . import emit, matmul
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
+from .grain import compute_seconds, threads_for
 from .math import sigmoid, tanh
 from .rounding import add, const, mul, sub
-from .space import candidates_of, check_tile, pays_to_split, tile_cycles
+from .space import candidates_of, check_tile, tile_cycles
 
 # All tiles stream the same weights and differ by some cycles a panel: the best few are enough to choose from.
 MAX_TILES = 4
@@ -45,7 +46,7 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
         return sum(tile_cycles((anchor.batch, rows), (1, 1), (extent, vectors), anchor.hidden) for extent in in_parts)
 
     one_step = Workload(dataclasses.replace(anchor, steps=1))
-    split = machine.threads if pays_to_split(one_step, machine) else 1
+    split = threads_for(machine, compute_seconds(one_step, machine))
     best = sorted(widths, key=lambda vectors: (cycles(vectors), vectors))[:MAX_TILES]
     return [{"nr": vectors * lanes, "ku": 4, "threads": split} for vectors in best]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import ScheduleRefused
@@ -10,21 +9,8 @@ from ..values import Candidate, Elementwise, Epilogue, Machine, Workload
 from . import elementwise
 from .family import Buffer, Kernel, Launch, Packer
 
-# A parallel region costs some microseconds to wake (docs of TVM's thread pool; about 5 us seen here): below four times that it loses.
-SPLIT_PAYS_S = 20e-6
-# Only for that decision: a core of 3 GHz with two FMA ports, or 8 GB/s to and from memory.
-CORE_HZ, STREAM_BYTES_PER_S = 3e9, 8e9
-
-
-def pays_to_split(workload: Workload, machine: Machine) -> bool:
-    flop_per_s = 4 * machine.isa.lanes(workload.anchor.dtype) * CORE_HZ
-    return machine.threads > 1 and workload.anchor.flop() / flop_per_s > SPLIT_PAYS_S
-
-
-def streams_long_enough_to_split(workload: Workload, machine: Machine) -> bool:
-    """For anchors that are bound by memory: bytes in and out once."""
-    elements = sum(math.prod(shape) for shape in (*workload.anchor.input_shapes(), workload.anchor.output_shape()))
-    return machine.threads > 1 and 4 * elements / STREAM_BYTES_PER_S > SPLIT_PAYS_S
+# Register tiles on offer for one workload, the analytically best: each comes in every placement and cut, and all have to be compiled.
+TILES = 24
 
 
 def tile_cycles(rows: tuple[int, int], columns: tuple[int, int], vectors: tuple[int, int], reduction: int) -> float:
@@ -62,7 +48,7 @@ def candidates_of(workload: Workload, tiles: Sequence[Mapping[str, int | str]]) 
     epilogue = workload.epilogue
     whole = len(epilogue.steps)
     found = []
-    for tile in tiles:
+    for tile in tiles[:TILES]:
         knobs = tuple(sorted(tile.items()))
         found.append(Candidate("register", whole, knobs))
         if not whole:
