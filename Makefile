@@ -10,7 +10,7 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy tvmfuse
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 demo: $(VENV)/.installed-demo
 	$(VENV)/bin/tvmfuse demo
