@@ -183,8 +183,8 @@ def demo(
         model = networks.network(name)
         feeds = networks.features(model, shapes)
         with progress(name) as report:
-            tvmfuse.tune(model, shapes=shapes, threads=1, budget=share, logs=logs, progress=report)
-        say(f"{name}: comparing")
+            summary = tvmfuse.tune(model, shapes=shapes, threads=1, budget=share, logs=logs, progress=report)
+        say(f"{name}: {summary}")
         sessions = {how: tvmfuse.build(model, shapes=shapes, threads=1, fuse=how, logs=logs) for how in ("measured", "always", "never")}
         runners = {f"tvmfuse {how}": compare.bound(session, feeds) for how, session in sessions.items()}
         if importlib.util.find_spec("onnxruntime"):
@@ -193,7 +193,7 @@ def demo(
         sites[name] = sessions["measured"].sites
         if not as_json:
             stdout().rule(name, align="left")
-            show(sites[name], as_json)
+            print_table([{**cells(site), "this run": summary.outcome(site.workload)} for site in sites[name]])
     if as_json:
         typer.echo(
             json.dumps({"sites": {n: [describe(s) for s in found] for n, found in sites.items()}, "times": [asdict(row) for row in rows]})

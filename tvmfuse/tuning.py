@@ -48,6 +48,19 @@ class Summary:
     reverted: tuple[Workload, ...]
     spent_s: float
 
+    def outcome(self, workload: Workload) -> str:
+        """What this run found out about a workload, in a few words."""
+        if workload in self.unreached:
+            return "not reached"
+        result = next((r for r in self.results if r.workload == workload), None)
+        if result is None:
+            return "decided before"
+        if workload in self.reverted:
+            return "reverted: the whole model got slower"
+        rivals = sorted((v for v in result.verdicts if v.candidate != result.choice), key=lambda v: v.ratio)
+        best = f", best other {rivals[0].ratio:.3f} [{rivals[0].ci[0]:.3f}, {rivals[0].ci[1]:.3f}]" if rivals else ""
+        return _outcome(result) + best
+
     def __str__(self) -> str:
         outcomes = Counter(_outcome(result) for result in self.results)
         parts = [f"sites: {len(self.sites)}", f"matched {self.matched}", *(f"{name} {count}" for name, count in sorted(outcomes.items()))]

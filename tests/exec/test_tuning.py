@@ -1,0 +1,131 @@
+"""Tuning end to end on a small model, what a build makes of its records, and the whole-model gate."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import tvmfuse
+from tvmfuse import building, kernel, tuning
+from tvmfuse.choose import Chooser
+from tvmfuse.decide.log import Conditions, Log, Record
+from tvmfuse.decide.search import SiteResult
+from tvmfuse.errors import UsageError
+from tvmfuse.measure.host import host, toolchain
+from tvmfuse.values import Candidate, Host, Verdict, Workload
+
+
+@pytest.fixture(scope="module")
+def model() -> onnx.ModelProto:
+    """tanh(x @ w + b), and a second layer."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (64, 48), "b": (48,), "v": (48, 32), "c": (32,)}
+    weights = [onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name) for name, shape in shapes.items()]
+    nodes = [
+        helper.make_node("Gemm", ["x", "w", "b"], ["p"], name="first"),
+        helper.make_node("Tanh", ["p"], ["t"]),
+        helper.make_node("Gemm", ["t", "v", "c"], ["q"], name="second"),
+        helper.make_node("Relu", ["q"], ["y"]),
+    ]
+    x, y = helper.make_tensor_value_info("x", TensorProto.FLOAT, [40, 64]), helper.make_tensor_value_info("y", TensorProto.FLOAT, [40, 32])
+    return helper.make_model(helper.make_graph(nodes, "g", [x], [y], weights), opset_imports=[helper.make_opsetid("", 17)])
+
+
+@pytest.fixture
+def plan() -> building.Plan:
+    return building.plan_for(None, 1, "always", None)
+
+
+@pytest.fixture
+def workload(model: onnx.ModelProto) -> Workload:
+    return building.prepare(model).sites[0].workload
+
+
+def decided(workload: Workload, candidate: Candidate, plan: building.Plan, **changes: object) -> Record:
+    conditions = Conditions(host(), plan.machine.threads, toolchain(), kernel.digest(workload, plan.machine))
+    verdict = Verdict("wins", candidate, 0.9, (0.88, 0.93), 0.001, 15, "for this test")
+    return Record.of(workload, verdict, dataclasses.replace(conditions, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("2h", 7200), ("1.5m", 90), (45, 45), ("7", 7)])
+def test_budget(text: str | float, seconds: float) -> None:
+    assert tuning.parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "0s", "-5s", "soon", "", "nan", "10 weeks"])
+def test_budget_that_makes_no_sense(text: str) -> None:
+    with pytest.raises(UsageError, match="write it like '90s', '10m' or '2h'"):
+        tuning.parse_budget(text)
+
+
+def test_tuned_model_is_replayed_by_build_with_the_same_bits(model: onnx.ModelProto, tmp_path: Path) -> None:
+    seen: list[float] = []
+    summary = tvmfuse.tune(model, threads=1, budget="20s", logs=tmp_path, progress=lambda done, doing: seen.append(done))
+    assert len(summary.sites) == 2 and len(summary.results) + len(summary.unreached) == 2 and summary.matched == 0
+    assert summary.results and seen and all(0 <= done <= 1 for done in seen)
+    assert {summary.outcome(w) for w in summary.unreached} <= {"not reached"}
+    session = tvmfuse.build(model, threads=1, logs=tmp_path)
+    assert session.sites == summary.sites
+    x = np.random.default_rng(1).standard_normal((40, 64), np.float32)
+    always = tvmfuse.build(model, threads=1, fuse="always")
+    assert session.run(None, {"x": x})[0].tobytes() == always.run(None, {"x": x})[0].tobytes()
+    decisions = [result for result in summary.results if result.verdicts]
+    again = tvmfuse.tune(model, threads=1, budget="1s", logs=tmp_path)
+    assert again.matched == len([r for r in decisions if not r.too_noisy]), "what is decided isn't measured again"
+
+
+def test_build_takes_the_recorded_winner(model: onnx.ModelProto, workload: Workload, plan: building.Plan, tmp_path: Path) -> None:
+    tile = next(c for c in kernel.candidates(workload, plan.machine) if c.placement == "tile" and c.cut == 1)
+    Log([tmp_path]).append(decided(workload, tile, plan))
+    first, second = tvmfuse.build(model, threads=1, logs=tmp_path).sites
+    assert (first.placement, first.cut, first.source, first.ratio, first.ci) == ("tile", 1, "measured", 0.9, (0.88, 0.93))
+    assert (second.placement, second.source) == ("register", "default")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": Host("Other", 1, 2, 3, ("fma",), 1, 2, 3)},
+        {"threads": 7},
+        {"toolchain": {"tvm": "0.1", "llvm": "1"}},
+        {"kernel_digest": "of another release"},
+    ],
+    ids=["host", "threads", "toolchain", "kernel"],
+)
+def test_build_does_not_take_a_record_made_under_other_conditions(
+    changes: dict[str, object], workload: Workload, plan: building.Plan, tmp_path: Path
+) -> None:
+    tile = next(c for c in kernel.candidates(workload, plan.machine) if c.placement == "tile")
+    Log([tmp_path]).append(decided(workload, tile, plan, **changes))
+    chooser = Chooser("measured", plan.machine, Log([tmp_path]), host(), toolchain())
+    assert chooser.choice(workload).source == "default"
+
+
+def test_gate_turns_back_the_weakest_site_until_the_model_is_not_slower(
+    model: onnx.ModelProto, plan: building.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = building.prepare(model)
+    log = Log([tmp_path])
+    results = []
+    for site, ratio in zip(prepared.sites, (0.8, 0.97), strict=True):
+        default, *others = kernel.candidates(site.workload, plan.machine)
+        won = Verdict("wins", others[0], ratio, (ratio - 0.01, ratio + 0.01), 0.001, 15, "for this test")
+        results.append(SiteResult(site.workload, default, others[0], (won,), (), 0, 1.0))
+    tuned: list[int] = []
+
+    def whole(_prepared: object, _plan: object, chosen: dict[Workload, Candidate]) -> Verdict:
+        tuned.append(len(chosen))
+        ratio = 1.2 if len(chosen) == 2 else 0.95
+        return Verdict("undecided", results[0].choice, ratio, (ratio - 0.02, ratio + 0.02), 0.001, 60, "whole model")
+
+    monkeypatch.setattr(tuning, "compare_whole", whole)
+    gate, reverted = tuning._gate(prepared, plan, log, results, lambda done, doing: None)
+    assert tuned == [2, 1] and gate is not None and gate.ratio == 0.95
+    assert reverted == [prepared.sites[1].workload]
+    (record,) = Log([tmp_path]).records()
+    assert (record.kind, record.workload) == ("model_gate", prepared.sites[1].workload)
