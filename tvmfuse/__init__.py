@@ -12,7 +12,7 @@ os.environ.setdefault("TVM_BIND_THREADS", "0")
 os.environ.setdefault("TVM_NUM_THREADS", str(os.cpu_count() or 1))
 
 if TYPE_CHECKING:
-    from .building import build
+    from .building import build, pipeline
     from .explaining import explain
     from .graph.hoist import HoistEpilogue
     from .session import Session, load
@@ -27,10 +27,11 @@ _HOMES = {
     "HoistEpilogue": "graph.hoist",
     "Session": "session",
     "load": "session",
+    "pipeline": "building",
     "tune": "tuning",
     "Site": "values",
 }
-__all__ = ["HoistEpilogue", "Session", "Site", "build", "explain", "load", "tune"]
+__all__ = ["HoistEpilogue", "Session", "Site", "build", "explain", "load", "pipeline", "tune"]
 
 
 def __getattr__(name: str) -> Any:

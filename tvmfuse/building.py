@@ -161,6 +161,26 @@ def lowered_pipeline() -> Any:
     return pipeline
 
 
+def pipeline(
+    target: Any = None, threads: int = 1, fuse: Fuse = "measured", logs: str | os.PathLike[str] | None = None
+) -> tvm.transform.Pass:
+    """tvmfuse as a Relax pipeline: tvm.compile(mod, target, relax_pipeline=tvmfuse.pipeline(target)).
+
+    mod's function main is one dataflow block of static shapes; what is to be packed or folded (weights) has to be bound to it as
+    constants before, as with relax.transform.BindParams. Other arguments as for `build`.
+    """
+    plan = plan_for(target, threads, fuse, logs)
+
+    @tvm.transform.module_pass(opt_level=0, name="tvmfuse")
+    def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        for _, phase in graph.PHASES:
+            mod = phase()(mod)
+        lowered = lower_sites(mod, find_sites(mod["main"], recurrences(mod)), plan.chooser, plan.machine)
+        return lowered_pipeline()(lower_generic(lowered.mod, plan.machine))
+
+    return lower
+
+
 def described(site: FoundSite, chooser: Chooser) -> Site:
     """What a person is told of a site."""
     choice = chooser.choice(site.workload)
