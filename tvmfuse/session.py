@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,8 @@ class Session:
         target = Path(path)
         with tempfile.TemporaryDirectory(prefix="tvmfuse-") as folder:
             library = Path(folder) / LIBRARY
-            self._executable.export_library(str(library))
+            with _without_chatter():
+                self._executable.export_library(str(library))
             code = library.read_bytes()
         manifest = {"format": FORMAT, "sha256": hashlib.sha256(code).hexdigest(), **self.manifest.to_json()}
         partial = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -233,8 +235,22 @@ def load(path: str | os.PathLike[str]) -> Session:
     with tempfile.TemporaryDirectory(prefix="tvmfuse-") as folder:
         library = Path(folder) / LIBRARY
         library.write_bytes(code)
-        executable = relax.VMExecutable(tvm.runtime.load_module(str(library)))
+        with _without_chatter():
+            executable = relax.VMExecutable(tvm.runtime.load_module(str(library)))
     return Session(executable, manifest)
+
+
+@contextlib.contextmanager
+def _without_chatter() -> Iterator[None]:
+    """TVM warns on the process's stderr of the memory scope of each constant that it writes or reads; what fails raises."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _named(arrays: Mapping[str, np.ndarray], info: TensorInfo) -> np.ndarray:
