@@ -27,7 +27,7 @@ from tests.exec.kernel_runner import (
 )
 from tvmfuse.errors import ScheduleRefused
 from tvmfuse.kernel import candidates, matmul
-from tvmfuse.values import ISA, Candidate, Machine, Matmul, Workload
+from tvmfuse.values import AVX512, ISA, Candidate, Machine, Matmul, Workload
 
 SHAPES = [
     Matmul(1, 1, 1, 1),
@@ -138,6 +138,13 @@ def refused(candidate: Candidate, workload: Workload = RAGGED) -> str:
     with pytest.raises(ScheduleRefused) as refusal:
         matmul.kernel(workload, candidate, HOST)
     return str(refusal.value)
+
+
+def test_default_takes_few_rows_where_they_would_evict_each_other_from_the_l1() -> None:
+    """Rows of 4096 bytes all start in one set of 8 ways; rows of 4096 + 64 bytes spread over all sets."""
+    machine = Machine(AVX512, l1=32 << 10)
+    together, apart = (candidates(Workload(Matmul(1, 196, 256, k, "mk", "kn", "mn")), machine)[0]["mr"] for k in (1024, 1040))
+    assert together <= 6 < apart
 
 
 def test_refuses_a_tile_that_does_not_fit_the_registers() -> None:

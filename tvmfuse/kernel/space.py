@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import ScheduleRefused
@@ -26,6 +27,16 @@ def tile_cycles(rows: tuple[int, int], columns: tuple[int, int], vectors: tuple[
                 step = max(r * c * v / 2, (r * c + v) / 2, 4.0)
                 cycles += row_tiles * column_tiles * vector_tiles * (reduction * step + r * c * v + 10)
     return cycles
+
+
+def rows_evict_each_other(rows: int, row_bytes: int, machine: Machine) -> bool:
+    """Whether the lines that `rows` rows are read from, side by side, fall into too few sets of the L1 to stay there.
+
+    A way of an L1 is a page, 4096 bytes, on every CPU that looks its L1 up by virtual address; two ways are left to the other operand.
+    """
+    way = 4096
+    per_set = rows * math.gcd(row_bytes, way) / way
+    return per_set > machine.l1 / way - 2
 
 
 def _parts(extent: int, tile: int) -> list[tuple[int, int]]:
