@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from .decide.log import Log
 from .errors import UnsupportedError, UsageError
 from .graph.sites import FoundSite, find_sites, recurrences
 from .kernel.generic import lower_generic
-from .kernel.lower import Choose, lower_sites
+from .kernel.lower import lower_sites
 from .kernel.outputs import outputs_as_parameters, own_outputs
 from .measure.host import host, machine, parse_target, required_features, toolchain
 from .model.load import Loaded, load
@@ -44,12 +45,14 @@ class Plan:
 def plan_for(target: Any, threads: int | None, fuse: Fuse, logs: str | os.PathLike[str] | None) -> Plan:
     """The arguments of `build` that say for what and how, checked. Raises UsageError or UnsupportedError."""
     threads = default_threads() if threads is None else threads
-    if not isinstance(threads, int) or threads < 1:
+    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
         raise UsageError(f"threads={threads!r} has to be a positive number")
     compiled_for = parse_target(target)
     for_machine = machine(compiled_for, threads)
     here = host() if target is None else None
     log = (Log([logs]) if logs is not None else Log.shipped_and_own()) if here and fuse == "measured" else None
+    if log and log.damage:
+        warnings.warn(f"{len(log.damage)} damaged lines of the tuning log are skipped, the first at {log.damage[0]}", stacklevel=3)
     return Plan(compiled_for, for_machine, Chooser(fuse, for_machine, log, here, toolchain()))
 
 
@@ -110,10 +113,9 @@ def build(
     return compile_model(prepared, plan, plan.chooser, dump)
 
 
-def compile_model(prepared: Prepared, plan: Plan, choose: Choose, dump: Dump | None = None) -> Session:
-    """From chosen candidates to code. `choose` is a Chooser where sites are to say where their candidates come from."""
-    chooser = choose if isinstance(choose, Chooser) else plan.chooser
-    lowered = lower_sites(prepared.mod, prepared.sites, choose, plan.machine)
+def compile_model(prepared: Prepared, plan: Plan, chooser: Chooser, dump: Dump | None = None) -> Session:
+    """From chosen candidates to code."""
+    lowered = lower_sites(prepared.mod, prepared.sites, chooser, plan.machine)
     if dump:
         dump("schedule", lowered.mod)
     mod = outputs_as_parameters(lower_generic(own_outputs(lowered.mod), plan.machine))

@@ -1,4 +1,4 @@
-"""Which candidate a site gets: forced, measured, predicted or the default."""
+"""Which candidate a site gets: forced, measured or the default."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Chooser:
 
     fuse  "always": the whole epilogue in registers; "never": all of it apart, on the same tile; "measured": what the log says for this
           host and toolchain, else the default. `log` and `host` are None when there is nothing to match, as for a foreign target.
+    tried  candidates that go before all that, as while a tuned model is compared with its default.
     """
 
     fuse: Fuse
@@ -38,6 +39,7 @@ class Chooser:
     log: Log | None = None
     host: Host | None = None
     toolchain: Mapping[str, str] = field(default_factory=dict)
+    tried: Mapping[Workload, Candidate] = field(default_factory=dict)
     _made: dict[Workload, Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,6 +55,8 @@ class Chooser:
         return self._made[workload]
 
     def _choose(self, workload: Workload) -> Choice:
+        if workload in self.tried:
+            return Choice(self.tried[workload], "measured")
         default = kernel.candidates(workload, self.machine)[0]
         if not workload.epilogue.steps and self.fuse != "measured":
             return Choice(default, "default")

@@ -99,7 +99,7 @@ def build(
 def run(
     model: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="An ONNX file or an artifact (.tvmfuse).")],
     inputs: Annotated[list[str] | None, typer.Option("--input", metavar="NAME=FILE.npy", help="One input; may be repeated.")] = None,
-    random: Annotated[int | None, typer.Option(metavar="SEED", help="Draw the inputs that are not given.")] = None,
+    random: Annotated[int | None, typer.Option(min=0, metavar="SEED", help="Draw the inputs that are not given.")] = None,
     output: Annotated[Path | None, typer.Option(file_okay=False, help="Folder for the outputs, one .npy each.")] = None,
     shape: Shapes = None,
     fuse: Fuse = "measured",

@@ -12,7 +12,7 @@ from .building import described, plan_for, prepare
 from .choose import Fuse
 from .decide.cost_model import AnalyticPrior
 from .graph.hoist import Refusal, refusals
-from .values import Site
+from .values import ITEM_BYTES, Site
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def explain(
     for found in prepared.sites:
         workload = found.workload
         candidate = plan.chooser(workload)
-        size = math.prod(workload.anchor.output_shape()) * 4
+        size = math.prod(workload.anchor.output_shape()) * ITEM_BYTES.get(workload.output_dtype, 4)
         saved = 2 * size if candidate.cut and candidate.cut == len(workload.epilogue.steps) else 0
         sites.append(Explained(described(found, plan.chooser), prior.seconds(workload, candidate), saved))
     return Report(tuple(sites), tuple(refusals(prepared.hoistable)))

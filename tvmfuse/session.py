@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,15 +105,13 @@ class Session:
 
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """ONNX Runtime's calling convention. Raises UsageError for a wrong name, shape or dtype, saying which and what was expected."""
+        known = [info.name for info in self.manifest.outputs]
+        wanted = known if output_names is None else [output_names] if isinstance(output_names, str) else list(output_names)
+        _refuse_unknown(wanted, known, "output")
         arguments = self._arguments(feeds)
         arrays = {info.name: np.empty(info.shape, info.dtype) for info in self.manifest.outputs}
         self._main()(*arguments, *map(tvm_ffi.from_dlpack, arrays.values()))
-        if output_names is None:
-            return list(arrays.values())
-        unknown = [name for name in output_names if name not in arrays]
-        if unknown:
-            raise UsageError(f"no output named {unknown[0]!r}; the model has {', '.join(arrays)}")
-        return [arrays[name] for name in output_names]
+        return [arrays[name] for name in wanted]
 
     def bind(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
         """A call on the caller's own buffers: it reads `inputs` as they are at that time and writes `outputs`; nothing is copied.
@@ -122,17 +119,20 @@ class Session:
         Outputs that aren't given go to a buffer that nobody reads. To be called from one thread at a time.
         Raises UsageError when a buffer can't be used in place: wrong name, shape or dtype, strided, byte-swapped or read-only.
         """
-        known = [info.name for info in self.manifest.outputs]
-        unknown = [name for name in outputs if name not in known]
-        if unknown:
-            raise UsageError(f"no output named {unknown[0]!r}; the model has {', '.join(known)}")
+        _refuse_unknown(inputs, [info.name for info in self.manifest.inputs], "input")
+        _refuse_unknown(outputs, [info.name for info in self.manifest.outputs], "output")
         buffers = [_named(inputs, info) for info in self.manifest.inputs]
         for info in self.manifest.outputs:
             buffers.append(_named(outputs, info) if info.name in outputs else np.empty(info.shape, info.dtype))
         for info, buffer in zip((*self.manifest.inputs, *self.manifest.outputs), buffers, strict=True):
             if not (buffer.flags.c_contiguous and buffer.flags.writeable and buffer.dtype.isnative):
                 raise UsageError(f"{info.name!r} can't be bound: it is strided, read-only or in foreign byte order; pass a plain copy")
-        return functools.partial(self._main(), *map(tvm_ffi.from_dlpack, buffers))
+        main, tensors = self._main(), [tvm_ffi.from_dlpack(buffer) for buffer in buffers]
+
+        def call() -> None:
+            main(*tensors)
+
+        return call
 
     def trace(self, feeds: Mapping[str, np.ndarray], repeats: int = 1) -> list[list[tuple[str, float]]]:
         """For each of `repeats` calls the kernels that really ran, in order, with the seconds of each.
@@ -170,18 +170,28 @@ class Session:
         return {name: float(np.median([run[name] for run in totals])) for name in totals[0]}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one file that `tvmfuse.load` reads; it appears whole or not at all. Needs a C++ compiler to link."""
+        """Write one file that `tvmfuse.load` reads; it appears whole or not at all. Needs a C++ compiler that links for the target.
+
+        Raises UsageError when that fails, when the file can't be written, and for a loaded session: copy its file instead.
+        """
+        if self._traced is None:
+            raise UsageError("this session was loaded from a file: copy that file")
         target = Path(path)
         with tempfile.TemporaryDirectory(prefix="tvmfuse-") as folder:
             library = Path(folder) / LIBRARY
-            with _without_chatter():
-                self._executable.export_library(str(library))
+            try:
+                with _without_chatter():
+                    self._executable.export_library(str(library))
+            except RuntimeError as error:
+                last = str(error).strip().splitlines()[-1]
+                raise UsageError(f"can't link a library for target {self.manifest.target}: {last}") from error
             code = library.read_bytes()
-        manifest = {"format": FORMAT, "sha256": hashlib.sha256(code).hexdigest(), **self.manifest.to_json()}
+        stated = {"format": FORMAT, **self.manifest.to_json()}
+        manifest = {**stated, "sha256": _digest(stated, code)}
         partial = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             with zipfile.ZipFile(partial, "w") as archive:
-                archive.writestr(MANIFEST, json.dumps(manifest, indent=1, default=str))
+                archive.writestr(MANIFEST, json.dumps(manifest, indent=1))
                 archive.writestr(LIBRARY, code)
             os.replace(partial, target)
         except OSError as error:
@@ -190,10 +200,7 @@ class Session:
             partial.unlink(missing_ok=True)
 
     def _arguments(self, feeds: Mapping[str, np.ndarray]) -> list[Any]:
-        expected = [info.name for info in self.manifest.inputs]
-        unknown = [name for name in feeds if name not in expected]
-        if unknown:
-            raise UsageError(f"no input named {unknown[0]!r}; the model has {', '.join(expected)}")
+        _refuse_unknown(feeds, [info.name for info in self.manifest.inputs], "input")
         return [_tensor(_named(feeds, info)) for info in self.manifest.inputs]
 
     def _main(self) -> Callable[..., Any]:
@@ -214,6 +221,9 @@ def load(path: str | os.PathLike[str]) -> Session:
         with zipfile.ZipFile(path) as archive:
             data = json.loads(archive.read(MANIFEST))
             code = archive.read(LIBRARY)
+        if data["format"] != FORMAT:
+            raise TargetMismatch(f"{path} has artifact format {data['format']}, this tvmfuse reads {FORMAT}; build it again")
+        whole = data.pop("sha256") == _digest(data, code)
         manifest = Manifest.from_json(data)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: no such file") from error
@@ -221,10 +231,8 @@ def load(path: str | os.PathLike[str]) -> Session:
         raise ModelError(
             f"{path} is not a whole tvmfuse artifact ({error}); build it again with `tvmfuse build MODEL -o {path}`"
         ) from error
-    if data.get("format") != FORMAT:
-        raise TargetMismatch(f"{path} has artifact format {data.get('format')}, this tvmfuse reads {FORMAT}; build it again")
-    if hashlib.sha256(code).hexdigest() != data["sha256"]:
-        raise ModelError(f"{path} is damaged: its library doesn't have the digest that its manifest states; build it again")
+    if not whole:
+        raise ModelError(f"{path} is damaged: it doesn't have the digest that its manifest states; build it again")
     missing = sorted(set(manifest.features) - set(host().features))
     if missing:
         raise TargetMismatch(f"{path} was built for a CPU with {', '.join(missing)}, which this one lacks; build it here or with target=")
@@ -253,6 +261,17 @@ def _without_chatter() -> Iterator[None]:
         os.close(nowhere)
 
 
+def _digest(stated: Mapping[str, Any], code: bytes) -> str:
+    """Over the library and all that the manifest states."""
+    return hashlib.sha256(json.dumps(stated, sort_keys=True).encode() + b"\0" + code).hexdigest()
+
+
+def _refuse_unknown(names: Iterable[str], known: Sequence[str], kind: str) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(f"no {kind} named {unknown[0]!r}; the model has {', '.join(known)}")
+
+
 def _named(arrays: Mapping[str, np.ndarray], info: TensorInfo) -> np.ndarray:
     if info.name not in arrays:
         raise UsageError(f"input {info.name!r} of shape {info.shape} and dtype {info.dtype} is missing")
@@ -266,5 +285,5 @@ def _named(arrays: Mapping[str, np.ndarray], info: TensorInfo) -> np.ndarray:
 
 def _tensor(array: np.ndarray) -> Any:
     """Shared with the caller where it can be; read-only, strided and byte-swapped arrays are copied."""
-    native = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+    native = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
     return tvm_ffi.from_dlpack(native if native.flags.writeable else native.copy())

@@ -63,7 +63,11 @@ class Summary:
 
     def __str__(self) -> str:
         outcomes = Counter(_outcome(result) for result in self.results)
-        parts = [f"sites: {len(self.sites)}", f"matched {self.matched}", *(f"{name} {count}" for name, count in sorted(outcomes.items()))]
+        workloads = len({site.workload for site in self.sites})
+        parts = [
+            f"sites: {len(self.sites)} of {workloads} workloads, matched {self.matched}",
+            *(f"{name} {count}" for name, count in sorted(outcomes.items())),
+        ]
         return " ".join([*parts, f"not reached {len(self.unreached)}", f"reverted {len(self.reverted)}", f"in {self.spent_s:.0f} s"])
 
 
@@ -87,6 +91,10 @@ def tune(
     log = plan.chooser.log
     assert log is not None
     counts = Counter(site.workload for site in prepared.sites)
+    least_s = search.LEAST_SHARE_S / (1 - GATE_SHARE)
+    if budget_s < least_s:
+        raise UsageError(f"a budget of {budget_s:g} s reaches no site; give at least {math.ceil(least_s)} s")
+    log.check_writable(host())
     open_ = [w for w in counts if len(kernel.candidates(w, plan.machine)) > 1 and plan.chooser.choice(w).source != "measured"]
     prior = AnalyticPrior(plan.machine)
     demands = [search.Demand(w, counts[w], EXPECTED_GAIN * prior.seconds(w, kernel.candidates(w, plan.machine)[0])) for w in open_]
@@ -165,9 +173,8 @@ def _gate(
 
 def compare_whole(prepared: Prepared, plan: Plan, chosen: Mapping[Workload, Candidate]) -> Verdict:
     """The model with some candidates chosen against the model with every default: randomised pairs with an A/A control, in this process."""
-    defaults = Chooser("always", plan.machine)
-    default = compile_model(prepared, plan, defaults)
-    tuned = compile_model(prepared, plan, lambda workload: chosen.get(workload) or defaults(workload))
+    default = compile_model(prepared, plan, Chooser("always", plan.machine))
+    tuned = compile_model(prepared, plan, Chooser("always", plan.machine, tried=chosen))
     rng = np.random.default_rng(0)
     feeds = {i.name: rng.standard_normal(i.shape).astype(i.dtype) for i in default.get_inputs()}
     calls = [session.bind(feeds, dict(zip(names(session), session.run(None, feeds), strict=True))) for session in (default, default, tuned)]

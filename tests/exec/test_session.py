@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper
 
 import tvmfuse
 from tvmfuse.errors import ModelError, TargetMismatch, UsageError
+from tvmfuse.session import _digest
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,19 @@ def test_wrong_feeds_are_named(session: tvmfuse.Session, feeds: dict[str, np.nda
     assert said in str(error.value)
 
 
+def test_tensors_of_rank_0_run() -> None:
+    scalar = onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 17]> g (float x) => (float y) { y = Relu(x) }')
+    (y,) = tvmfuse.build(scalar, threads=1).run(None, {"x": np.array(2.5, np.float32)})
+    assert y.shape == () and y == 2.5
+
+
+def test_unknown_names_are_refused_by_bind_too(session: tvmfuse.Session, x: np.ndarray) -> None:
+    with pytest.raises(UsageError, match="no input named 'z'"):
+        session.bind({"x": x, "z": x}, {})
+    with pytest.raises(UsageError, match="no output named 'q'"):
+        session.bind({"x": x}, {"q": x})
+
+
 def test_unknown_output_is_named(session: tvmfuse.Session, x: np.ndarray) -> None:
     with pytest.raises(UsageError, match="no output named 'q'; the model has y"):
         session.run(["q"], {"x": x})
@@ -119,10 +134,15 @@ def test_saved_and_loaded_gives_the_same_bits(session: tvmfuse.Session, x: np.nd
     assert [path.name for path in tmp_path.iterdir()] == ["m.tvmfuse"]
 
 
-def altered(source: Path, target: Path, **fields: object) -> Path:
+def altered(source: Path, target: Path, signed: bool = True, **fields: object) -> Path:
     with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w") as copy:
-        copy.writestr("manifest.json", json.dumps({**json.loads(archive.read("manifest.json")), **fields}))
-        copy.writestr("model.so", archive.read("model.so"))
+        code = archive.read("model.so")
+        manifest = {**json.loads(archive.read("manifest.json")), **fields}
+        if signed:
+            del manifest["sha256"]
+            manifest["sha256"] = _digest(manifest, code)
+        copy.writestr("manifest.json", json.dumps(manifest))
+        copy.writestr("model.so", code)
     return target
 
 
@@ -135,13 +155,21 @@ def test_artifact_is_checked_before_it_is_loaded(session: tvmfuse.Session, tmp_p
     with pytest.raises(ModelError, match="not a whole tvmfuse artifact"):
         tvmfuse.load(tmp_path / "short.tvmfuse")
     with pytest.raises(ModelError, match="is damaged"):
-        tvmfuse.load(altered(saved, tmp_path / "a", sha256="0" * 64))
+        tvmfuse.load(altered(saved, tmp_path / "a", signed=False, sha256="0" * 64))
+    with pytest.raises(ModelError, match="is damaged"):
+        tvmfuse.load(altered(saved, tmp_path / "a", signed=False, features=[]))
     with pytest.raises(TargetMismatch, match="built for a CPU with avx1024"):
         tvmfuse.load(altered(saved, tmp_path / "b", features=["avx1024"]))
     with pytest.raises(TargetMismatch, match="built with tvm 0.1"):
         tvmfuse.load(altered(saved, tmp_path / "c", toolchain={"tvm": "0.1", "tvm_ffi": "0"}))
     with pytest.raises(TargetMismatch, match="artifact format 99"):
         tvmfuse.load(altered(saved, tmp_path / "d", format=99))
+
+
+def test_a_loaded_session_is_not_saved_again(session: tvmfuse.Session, tmp_path: Path) -> None:
+    session.save(tmp_path / "m.tvmfuse")
+    with pytest.raises(UsageError, match="copy that file"):
+        tvmfuse.load(tmp_path / "m.tvmfuse").save(tmp_path / "n.tvmfuse")
 
 
 def test_save_to_an_unwritable_place_leaves_nothing(session: tvmfuse.Session, tmp_path: Path) -> None:

@@ -75,8 +75,25 @@ def test_tuned_model_is_replayed_by_build_with_the_same_bits(model: onnx.ModelPr
     always = tvmfuse.build(model, threads=1, fuse="always")
     assert session.run(None, {"x": x})[0].tobytes() == always.run(None, {"x": x})[0].tobytes()
     decisions = [result for result in summary.results if result.verdicts]
-    again = tvmfuse.tune(model, threads=1, budget="1s", logs=tmp_path)
+    again = tvmfuse.tune(model, threads=1, budget="9s", logs=tmp_path)
     assert again.matched == len([r for r in decisions if not r.too_noisy]), "what is decided isn't measured again"
+
+
+def test_budget_that_reaches_no_site_is_refused(model: onnx.ModelProto, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a budget of 5 s reaches no site; give at least 9 s"):
+        tvmfuse.tune(model, threads=1, budget="5s", logs=tmp_path)
+
+
+def test_log_that_cannot_be_written_is_told_before_anything_is_measured(model: onnx.ModelProto, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(UsageError, match="can't be written"):
+        tvmfuse.tune(model, threads=1, budget="1h", logs=tmp_path / "file")
+
+
+def test_damaged_lines_of_the_log_are_told(workload: Workload, plan: building.Plan, model: onnx.ModelProto, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("{\n")
+    with pytest.warns(UserWarning, match=r"1 damaged lines of the tuning log are skipped, the first at .*x\.jsonl:1"):
+        building.plan_for(None, 1, "measured", tmp_path)
 
 
 def test_build_takes_the_recorded_winner(model: onnx.ModelProto, workload: Workload, plan: building.Plan, tmp_path: Path) -> None:

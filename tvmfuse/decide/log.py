@@ -204,6 +204,14 @@ class Log:
         wanted = _key(conditions)
         return {r.candidate: r.error for r in self._of(workload.hash()) if r.error is not None and _key(r.conditions) == wanted}
 
+    def check_writable(self, host: Host) -> None:
+        """Raises UsageError when the records of `host` can't be written."""
+        with _writable(self._path(host)):
+            pass
+
+    def _path(self, host: Host) -> Path:
+        return self.folders[-1] / f"{host.key}.jsonl"
+
     def append(self, *records: Record) -> None:
         """Write records in one write under the file's lock, then fsync.
 
@@ -211,7 +219,7 @@ class Log:
         """
         lines: dict[Path, bytes] = defaultdict(bytes)
         for record in records:
-            lines[self.folders[-1] / f"{record.conditions.host.key}.jsonl"] += record.to_line()
+            lines[self._path(record.conditions.host)] += record.to_line()
         for path, data in lines.items():
             with _writable(path):
                 _append_durably(path, data)

@@ -223,6 +223,8 @@ class _Finder:
     def _past_reshapes(self, exit_: Var) -> Var:
         """Look down through reshapes that alone read the site's result: it is stored in their shape at once."""
         while self._read_once(exit_) and op_name(self._value[user := self._users[exit_][0]]) == "reshape" and is_static(user):
+            if user in self._claimed:
+                break
             self._claimed.add(user)
             exit_ = user
         return exit_
@@ -325,7 +327,7 @@ class _Finder:
 
 def _name(members: Sequence[Var]) -> str:
     """The first name that comes from the model; TVM's importer leaves a convolution with a bias to be named by the bias."""
-    return next((var.name for var in members if not re.fullmatch(r"lv\d*", var.name)), members[0].name)
+    return next((var.name for var in members if not re.fullmatch(r"(lv|gv)\d*", var.name)), members[0].name)
 
 
 def _prelu(args: Sequence[Arg], dtype: str) -> list[Step]:

@@ -135,7 +135,16 @@ def tanh(x: Expr, bind: Bind) -> Expr:
     return copysign(div(fma(neg(scale), q, tirx.Sub(one, scale)), fma(scale, q, tirx.Add(one, scale))), x)
 
 
-@_function(tirx.erf)
+def _libm_erf(x: Expr) -> Expr:
+    """libm's, a lane at a time: TVM's own is a float32 polynomial for float64 as well."""
+    lanes = x.ty.dtype.lanes
+    if lanes == 1:
+        return tirx.call_pure_extern("float64", "erf", x)
+    each = [tirx.call_pure_extern("float64", "erf", tirx.Shuffle([x], [tirx.const(lane, "int32")])) for lane in range(lanes)]
+    return tirx.Shuffle(each, [tirx.const(lane, "int32") for lane in range(lanes)])
+
+
+@_function(_libm_erf)
 def erf(x: Expr, bind: Bind) -> Expr:
     """1 - exp(log(erfc(|x|))) with the sign of x, at most 2 ulp off."""
     t = bind(tirx.Min(const(4, x), tirx.abs(x)))  # erf(4) rounds to 1

@@ -81,10 +81,16 @@ class Nest:
 
 
 def substitute(expr: Expr, values: Mapping[tirx.Var, Expr]) -> Expr:
+    """expr with variables replaced. Names that it binds are bound anew: TVM refuses one variable with two values in a function."""
+
     def value_of(var: tirx.Var) -> Expr:
         return values.get(var, var)
 
-    return tvm_ffi.structural_map(expr, (tirx.Var, value_of))
+    def renamed(let: tirx.Let) -> tirx.Let:
+        name = tirx.Var(let.var.name, let.var.ty)
+        return tirx.Let(name, let.value, tvm_ffi.structural_map(let.body, (tirx.Var, lambda var: name if var.same_as(let.var) else var)))
+
+    return tvm_ffi.structural_map(tvm_ffi.structural_map(expr, (tirx.Let, renamed)), (tirx.Var, value_of))
 
 
 def loads(expr: Expr) -> list[TensorLoad]:

@@ -94,11 +94,13 @@ class _Importer(ONNXGraphImporter):
             try:
                 with contextlib.redirect_stdout(io.StringIO()):  # the base class prints what it raises
                     super()._construct_nodes(onnx.GraphProto(node=[node]))
+                for output in filter(None, node.output):
+                    self._nodes[output] = self._checked(node, output, self._nodes[output])
+            except UnsupportedError:
+                raise
             except Exception as error:  # converters raise whatever Python, NumPy or TVM does
                 reason = str(error).strip().splitlines() or [type(error).__name__]
                 raise UnsupportedError(listing([(node, f"TVM's importer fails: {reason[-1]}")])) from error
-            for output in filter(None, node.output):
-                self._nodes[output] = self._checked(node, output, self._nodes[output])
 
     def _checked(self, node: onnx.NodeProto, output: str, value: relax.Expr) -> relax.Expr:
         if isinstance(value, tvm.ir.Call):

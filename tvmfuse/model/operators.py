@@ -144,9 +144,36 @@ def _thresholded_relu(bb: relax.BlockBuilder, operands: Operands, attrs: Attribu
     return relax.op.where(relax.op.greater(x, relax.const(attrs.get("alpha", 1.0), dtype)), x, relax.const(0.0, dtype))
 
 
+def _elu(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """x > 0 ? x : alpha * (e**x - 1). TVM's subtracts two relus, which loses NaN, and has constants of float32 only."""
+    (x,) = operands
+    dtype = x.ty.dtype.dtype
+    below = relax.op.multiply(relax.op.subtract(relax.op.exp(x), relax.const(1.0, dtype)), relax.const(attrs.get("alpha", 1.0), dtype))
+    return relax.op.where(relax.op.greater(x, relax.const(0.0, dtype)), x, below)
+
+
+def _selu(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """gamma * elu(x), with ONNX's defaults."""
+    (x,) = operands
+    alpha, gamma = attrs.get("alpha", 1.6732632423543772), attrs.get("gamma", 1.0507009873554805)
+    return relax.op.multiply(bb.normalize(_elu(bb, operands, {"alpha": alpha})), relax.const(gamma, x.ty.dtype.dtype))
+
+
+def _gather(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """Indices from -extent to extent - 1. Others are an error in ONNX; TVM's would read whatever lies there, this the nearest element."""
+    data, indices = operands
+    axis = attrs.get("axis", 0)
+    dtype = indices.ty.dtype.dtype
+    extent = relax.const(int(data.ty.shape[axis]), dtype)
+    from_end = relax.op.less(indices, relax.const(0, dtype))
+    return relax.op.take(data, relax.op.where(from_end, relax.op.add(indices, extent), indices), axis, mode="clip")
+
+
 CONVERTERS: dict[str, Converter] = {
     "Clip": _clip,
     "Einsum": _einsum,
+    "Elu": _elu,
+    "Gather": _gather,
     "Gemm": _gemm,
     "Max": _pairwise(relax.op.maximum),
     "Mean": _mean,
@@ -154,6 +181,7 @@ CONVERTERS: dict[str, Converter] = {
     "Pad": _pad,
     "Pow": _pow,
     "Resize": _resize,
+    "Selu": _selu,
     "Slice": _slice,
     "Sum": _pairwise(relax.op.add),
     "ThresholdedRelu": _thresholded_relu,
@@ -204,6 +232,10 @@ def _why_not_bool(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str 
     return "a reduction of booleans" if graph.dtype(node.input[0]) == "bool" else None
 
 
+def _why_not_double(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
+    return "TVM legalises it for float32 and float16 only" if graph.dtype(node.input[0]) == "float64" else None
+
+
 REFUSALS: dict[str, Callable[[onnx.NodeProto, Attributes, Graph], str | None]] = {
     "Attention": lambda node, attrs, graph: "TVM's converter is for another operator of this name",
     "BatchNormalization": _why_not_batch_norm,
@@ -211,6 +243,7 @@ REFUSALS: dict[str, Callable[[onnx.NodeProto, Attributes, Graph], str | None]] =
     "ConvTranspose": lambda node, attrs, graph: "it gives output_shape instead of pads" if "output_shape" in attrs else None,
     "Dropout": lambda node, attrs, graph: "training_mode=1",
     "IsInf": lambda node, attrs, graph: "it detects one sign" if 0 in attrs.values() else None,
+    "LayerNormalization": _why_not_double,
     "Pow": _why_not_pow,
     "ReduceMax": _why_not_bool,
     "ReduceMin": _why_not_bool,

@@ -23,6 +23,8 @@ def bind(declared: Mapping[str, tuple[Dim, ...] | None], shapes: Shapes | None, 
     values: dict[str, int] = {}
     whole: dict[str, tuple[int, ...]] = {}
     names = {dim for dims in declared.values() for dim in dims or () if isinstance(dim, str)}
+    if not isinstance(shapes or {}, Mapping):
+        raise UsageError(f"shapes={shapes!r} is no mapping; write it like shapes={{'S': 1}} or shapes={{'x': (1, 3, 224, 224)}}")
     for key, value in (shapes or {}).items():
         if key in names and not isinstance(value, Sequence):
             values[key] = _extent(key, value)

@@ -1,0 +1,51 @@
+"""Models that once failed, each the smallest of its kind, with their right values."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+import scipy.special
+
+import tvmfuse
+
+
+def built(text: str, opset: int = 17) -> tvmfuse.Session:
+    return tvmfuse.build(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> g {text}'), threads=1)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 11), (2, 16, 20), (2, 16, 16)])
+def test_log_softmax_over_an_axis_that_is_not_last(shape: tuple[int, ...]) -> None:
+    """A strip and the overlapping one behind it bound the same names twice."""
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+    size = ",".join(map(str, shape))
+    (y,) = built(f"(float[{size}] x) => (float[{size}] y) {{ y = LogSoftmax<axis=1>(x) }}").run(None, {"x": x})
+    np.testing.assert_allclose(y, scipy.special.log_softmax(x.astype(np.float64), axis=1), rtol=0, atol=1e-6)
+
+
+def test_gather_stays_within_its_tensor() -> None:
+    x = np.arange(15, dtype=np.float32).reshape(5, 3)
+    session = built("(float[5,3] x, int64[4] i) => (float[4,3] y) { y = Gather(x, i) }")
+    (y,) = session.run(None, {"x": x, "i": np.array([4, -5, -6, 1 << 40])})
+    assert (y[:2] == x[[4, 0]]).all()
+    assert np.isin(y[2:], x).all(), "an index out of range is an error in ONNX; foreign memory it must not be"
+
+
+def test_erf_in_float64_is_not_a_float32_polynomial() -> None:
+    x = np.random.default_rng(0).standard_normal((5, 3))
+    text = "(double[5,3] x, double[3,3] w) => (double[5,3] y, double[5,3] z) { y = Erf(x) p = MatMul(x, w) z = Erf(p) }"
+    y, z = built(text).run(None, {"x": x, "w": np.eye(3)})
+    np.testing.assert_allclose(y, scipy.special.erf(x), rtol=1e-14)
+    np.testing.assert_allclose(z, scipy.special.erf(x), rtol=1e-14)
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("float16", 2e-3), ("float", 1e-6), ("double", 1e-14)])
+def test_elu_and_selu_keep_nan_in_every_type(kind: str, tolerance: float) -> None:
+    dtype = {"float16": np.float16, "float": np.float32, "double": np.float64}[kind]
+    x = np.array([-2.0, -0.5, 0.0, 1.5, np.nan, -np.inf, np.inf], dtype)
+    elu, selu = built(f"({kind}[7] x) => ({kind}[7] y, {kind}[7] z) {{ y = Elu<alpha=0.5>(x) z = Selu(x) }}").run(None, {"x": x})
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(elu, np.where(wide <= 0, 0.5 * np.expm1(np.minimum(wide, 0)), wide), rtol=0, atol=tolerance)
+    below = 1.6732632423543772 * np.expm1(np.minimum(wide, 0))
+    np.testing.assert_allclose(selu, 1.0507009873554805 * np.where(wide <= 0, below, wide), rtol=0, atol=tolerance)
