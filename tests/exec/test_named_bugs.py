@@ -49,3 +49,29 @@ def test_elu_and_selu_keep_nan_in_every_type(kind: str, tolerance: float) -> Non
     np.testing.assert_allclose(elu, np.where(wide <= 0, 0.5 * np.expm1(np.minimum(wide, 0)), wide), rtol=0, atol=tolerance)
     below = 1.6732632423543772 * np.expm1(np.minimum(wide, 0))
     np.testing.assert_allclose(selu, 1.0507009873554805 * np.where(wide <= 0, below, wide), rtol=0, atol=tolerance)
+
+
+def test_layer_normalisation_in_float64() -> None:
+    rng = np.random.default_rng(0)
+    x, scale, bias = rng.standard_normal((2, 3, 8)), rng.standard_normal(8), rng.standard_normal(8)
+    text = "(double[2,3,8] x, double[8] s, double[8] b) => (double[2,3,8] y) { y = LayerNormalization(x, s, b) }"
+    (y,) = built(text).run(None, {"x": x, "s": scale, "b": bias})
+    expected = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * scale + bias
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("operator", ["GRU", "LSTM"])
+def test_half_precision_recurrent_networks_are_computed_in_single(operator: str) -> None:
+    rng = np.random.default_rng(0)
+    rows = {"GRU": 9, "LSTM": 12}[operator]
+    half = {name: (0.5 * rng.standard_normal(shape)).astype(np.float16) for name, shape in (("w", (1, rows, 4)), ("r", (1, rows, 3)))}
+    x = rng.standard_normal((5, 2, 4)).astype(np.float16)
+    results = []
+    for kind, dtype in ((onnx.TensorProto.FLOAT16, np.float16), (onnx.TensorProto.FLOAT, np.float32)):
+        weights = [onnx.numpy_helper.from_array(array.astype(dtype), name) for name, array in half.items()]
+        node = onnx.helper.make_node(operator, ["x", "w", "r"], ["y"], hidden_size=3)
+        values = [onnx.helper.make_tensor_value_info(n, kind, s) for n, s in (("x", [5, 2, 4]), ("y", [5, 1, 2, 3]))]
+        graph = onnx.helper.make_graph([node], "g", values[:1], values[1:], weights)
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
+        results.append(tvmfuse.build(model, threads=1).run(None, {"x": x.astype(dtype)})[0])
+    assert results[0].dtype == np.float16 and (results[0] == results[1].astype(np.float16)).all()

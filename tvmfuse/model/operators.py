@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import tvm
 from tvm import relax
-from tvm.relax.frontend.onnx.onnx_frontend import Resize, Slice
+from tvm.relax.frontend.onnx.onnx_frontend import LayerNormalization, Resize, Slice
 
 from .fold import Graph, attributes
 
@@ -159,6 +159,22 @@ def _selu(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> rela
     return relax.op.multiply(bb.normalize(_elu(bb, operands, {"alpha": alpha})), relax.const(gamma, x.ty.dtype.dtype))
 
 
+def _layer_norm(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """TVM legalises its own for float32 and float16 only; in float64 it is written out."""
+    x, scale, bias = operands[0], operands[1], _operand(operands, 2)
+    dtype = x.ty.dtype.dtype
+    if str(dtype) != "float64":
+        return LayerNormalization._impl_v17(bb, [x, scale, bias], attrs, ({}, {}))
+    rank = len(x.ty.shape)
+    axes = list(range(attrs.get("axis", -1) % rank, rank))
+    centred = bb.emit(relax.op.subtract(x, bb.emit(relax.op.mean(x, axes, keepdims=True))))
+    variance = bb.emit(relax.op.mean(relax.op.multiply(centred, centred), axes, keepdims=True))
+    spread = relax.op.sqrt(relax.op.add(variance, relax.const(attrs.get("epsilon", 1e-5), dtype)))
+    normal = bb.emit(relax.op.multiply(relax.op.divide(centred, spread), scale))
+    absent = relax.const(0, "float32")  # of the outputs that only training reads
+    return relax.Tuple([normal if bias is None else bb.emit(relax.op.add(normal, bias)), absent, absent])
+
+
 def _gather(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
     """Indices from -extent to extent - 1. Others are an error in ONNX; TVM's would read whatever lies there, this the nearest element."""
     data, indices = operands
@@ -175,6 +191,7 @@ CONVERTERS: dict[str, Converter] = {
     "Elu": _elu,
     "Gather": _gather,
     "Gemm": _gemm,
+    "LayerNormalization": _layer_norm,
     "Max": _pairwise(relax.op.maximum),
     "Mean": _mean,
     "Min": _pairwise(relax.op.minimum),
@@ -232,10 +249,6 @@ def _why_not_bool(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str 
     return "a reduction of booleans" if graph.dtype(node.input[0]) == "bool" else None
 
 
-def _why_not_double(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
-    return "TVM legalises it for float32 and float16 only" if graph.dtype(node.input[0]) == "float64" else None
-
-
 REFUSALS: dict[str, Callable[[onnx.NodeProto, Attributes, Graph], str | None]] = {
     "Attention": lambda node, attrs, graph: "TVM's converter is for another operator of this name",
     "BatchNormalization": _why_not_batch_norm,
@@ -243,7 +256,6 @@ REFUSALS: dict[str, Callable[[onnx.NodeProto, Attributes, Graph], str | None]] =
     "ConvTranspose": lambda node, attrs, graph: "it gives output_shape instead of pads" if "output_shape" in attrs else None,
     "Dropout": lambda node, attrs, graph: "training_mode=1",
     "IsInf": lambda node, attrs, graph: "it detects one sign" if 0 in attrs.values() else None,
-    "LayerNormalization": _why_not_double,
     "Pow": _why_not_pow,
     "ReduceMax": _why_not_bool,
     "ReduceMin": _why_not_bool,

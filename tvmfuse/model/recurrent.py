@@ -38,8 +38,8 @@ def why_not(node: onnx.NodeProto, graph: Graph) -> str | None:
     shape = graph.shape(node.input[0])
     if shape is None:
         return "the shape of X isn't known"
-    if graph.types[node.input[0]].tensor_type.elem_type != onnx.TensorProto.FLOAT:
-        return "it isn't float32"
+    if graph.types[node.input[0]].tensor_type.elem_type not in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16):
+        return "it is neither float32 nor float16"
     for index, what in ((1, "W"), (2, "R"), (3, "B")):
         if inputs.get(index) and inputs[index] not in graph.constants:
             return f"{what} isn't constant"
@@ -64,14 +64,15 @@ def why_not(node: onnx.NodeProto, graph: Graph) -> str | None:
 def convert(operator: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs: Mapping[str, Any]) -> relax.Expr:
     """The tuple (Y, Y_h) or (Y, Y_h, Y_c), as ONNX shapes it, of a node that `why_not` has let pass."""
     site, batch_first = attrs["tvm_custom"]["name"], attrs.get("layout", 0)
-    operands = [*inputs, *[None] * (8 - len(inputs))]
+    dtype = inputs[0].ty.dtype.dtype
+    operands: list[Any] = [*(_single(bb, value) for value in inputs), *[None] * (8 - len(inputs))]
     x, states = operands[0], operands[5 : 5 + _STATES[operator]]
     if batch_first:
         x = bb.emit(relax.op.permute_dims(x, (1, 0, 2)))
         states = [None if state is None else bb.emit(relax.op.permute_dims(state, (1, 0, 2))) for state in states]
-    w, r = (operand.value.numpy() for operand in operands[1:3])
+    w, r = (operand.value.numpy().astype(np.float32) for operand in operands[1:3])
     directions, rows, hidden = r.shape
-    b = np.zeros((directions, 2 * rows), np.float32) if operands[3] is None else operands[3].value.numpy()
+    b = np.zeros((directions, 2 * rows), np.float32) if operands[3] is None else operands[3].value.numpy().astype(np.float32)
     steps, batch, _ = (int(extent) for extent in x.ty.shape)
     way = attrs.get("direction", b"forward").decode()
     kind: Literal["gru", "lstm"] = "gru" if operator == "GRU" else "lstm"
@@ -95,8 +96,15 @@ def convert(operator: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs:
     for axis, parts in zip(axes, zip(*results, strict=True), strict=False):
         if axis == 2:  # Y is (steps, batch, hidden); layout 1 wants (batch, steps, directions, hidden)
             parts = tuple(bb.emit(relax.op.permute_dims(part, (1, 0, 2))) for part in parts)
-        outputs.append(bb.emit(relax.op.expand_dims(parts[0], axis) if directions == 1 else relax.op.stack(parts, axis)))
+        whole = bb.emit(relax.op.expand_dims(parts[0], axis) if directions == 1 else relax.op.stack(parts, axis))
+        outputs.append(whole if str(dtype) == "float32" else bb.emit(relax.op.astype(whole, dtype)))
     return relax.Tuple(outputs)
+
+
+def _single(bb: relax.BlockBuilder, value: relax.Expr | None) -> relax.Expr | None:
+    """A float16 network is computed in float32 over all of its steps and rounded once at its results."""
+    is_half = value is not None and str(value.ty.dtype.dtype) == "float16" and not isinstance(value, tvm.ir.GenericConst)
+    return bb.emit(relax.op.astype(value, "float32")) if is_half else value
 
 
 def _biases(both: np.ndarray, anchor: Recurrent) -> tuple[np.ndarray, np.ndarray]:
@@ -113,7 +121,7 @@ def _initial(bb: relax.BlockBuilder, state: relax.Expr | None, direction: int, a
     if state is None:
         return relax.const(np.zeros(shape, anchor.dtype))
     if isinstance(state, tvm.ir.GenericConst):
-        return relax.const(np.ascontiguousarray(state.value.numpy()[direction]))
+        return relax.const(np.ascontiguousarray(state.value.numpy()[direction], anchor.dtype))
     if int(state.ty.shape[0]) > 1:
         state = bb.emit(relax.op.strided_slice(state, [0], [direction], [direction + 1]))
     return bb.emit(relax.op.reshape(state, shape))
