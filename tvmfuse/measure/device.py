@@ -37,6 +37,8 @@ from .worker import draw
 
 SEED = 20
 COMPILE_TIMEOUT_S = 300.0
+# Processes that start, which takes a second of CPU each, while the compiler has only one core: one to screen, three for a first look.
+SPARES = 4
 DEATH_TIMEOUT_S = 5.0
 BuildKernel = Callable[[Workload, Candidate, Machine], Kernel]
 
@@ -145,6 +147,7 @@ class LocalDevice:
         self._compiled: dict[Candidate, _Compiled] = {}
         self._compiler: Worker | None = None
         self._screener: Worker | None = None
+        self._spares: list[Worker] = []
 
     def __enter__(self) -> LocalDevice:
         with contextlib.ExitStack() as stack:
@@ -155,8 +158,8 @@ class LocalDevice:
 
     def __exit__(self, *_: object) -> None:
         self._end_screening()
-        if self._compiler:
-            self._compiler.close()
+        for worker in (*self._spares, *([self._compiler] if self._compiler else [])):
+            worker.close()
         self._stack.close()
 
     # the three methods of a measurer
@@ -234,11 +237,15 @@ class LocalDevice:
             self._compiler = Worker(threads=1)
         source, library = self._folder / "module.json", self._folder / f"{time.monotonic_ns()}.so"
         source.write_text(tvm.ir.save_json([module, self._target]))
+        self._spares += [Worker(self._machine.threads) for _ in range(SPARES - len(self._spares))]
         self._compiler.ask("compile", COMPILE_TIMEOUT_S, module=str(source), library=str(library))
+        for spare in self._spares:
+            spare.ask("ready", COMPILE_TIMEOUT_S)
         self._compiled |= {candidate: _Compiled(kernel, library, i) for i, (candidate, kernel) in enumerate(kernels.items())}
 
     def _start(self) -> Worker:
-        worker = Worker(self._machine.threads)
+        """A process that nothing has run in."""
+        worker = self._spares.pop() if self._spares else Worker(self._machine.threads)
         worker.ask("open", self._timeout_s, streamed=self._streamed, threads=self._machine.threads, seed=SEED)
         return worker
 

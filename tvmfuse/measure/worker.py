@@ -159,6 +159,9 @@ class Bench:
     def time(self, slot: int) -> float:
         return self.slots[slot].stopwatch.sample()
 
+    def ready(self) -> None:
+        """Answers once this process has started."""
+
     def pair(self, first: int, second: int) -> tuple[float, float]:
         return self.time(first), self.time(second)
 
