@@ -16,7 +16,7 @@ import numpy as np
 
 from . import kernel
 from .building import Plan, Prepared, compile_model, described, plan_for, prepare
-from .choose import Chooser
+from .choose import Chooser, Fuse
 from .decide import search, verdict
 from .decide.cost_model import AnalyticPrior, learn
 from .decide.log import Conditions, Log, Record
@@ -37,7 +37,7 @@ class Summary:
 
     sites      all of the model's sites, as a build would now choose them.
     matched    workloads that the log had decided before; results: those measured now; unreached: those that the budget left out.
-    gate       tuned against default on the whole model, when a site changed; reverted: sites that it turned back.
+    gate       tuned against always or never on the whole model, when a site changed; reverted: sites that it turned back.
     """
 
     sites: tuple[Site, ...]
@@ -151,14 +151,20 @@ def _outcome(result: search.SiteResult) -> str:
 def _gate(
     prepared: Prepared, plan: Plan, log: Log, results: Sequence[search.SiteResult], progress: Progress
 ) -> tuple[Verdict | None, list[Workload]]:
-    """The whole model, tuned against default: while tuned is slower, the site that gained least goes back to its default."""
+    """The whole model, tuned against always (every default) and never: while tuned is slower, the site that gained least goes back."""
     won = {result.workload: result.verdict for result in results if result.verdict}
     reverted: list[Workload] = []
     said: Verdict | None = None
+    rivals: tuple[Fuse, ...] = ("always", "never")
     while won:
         progress(1.0, f"whole model, {len(won)} sites tuned")
-        said = compare_whole(prepared, plan, {workload: v.candidate for workload, v in won.items()})
-        if said.ci[0] <= 1 + max(verdict.MIN_MARGIN, verdict.MARGIN_PER_NOISE * said.aa_noise):
+        chosen = {workload: v.candidate for workload, v in won.items()}
+        for against in rivals:
+            said = compare_whole(prepared, plan, chosen, against)
+            if is_slower(said):
+                break
+        assert said is not None
+        if not is_slower(said):
             break
         weakest = max(won, key=lambda w: won[w].ratio)
         conditions = Conditions(host(), plan.machine.threads, toolchain(), kernel.digest(weakest, plan.machine))
@@ -171,9 +177,14 @@ def _gate(
     return said, reverted
 
 
-def compare_whole(prepared: Prepared, plan: Plan, chosen: Mapping[Workload, Candidate]) -> Verdict:
-    """The model with some candidates chosen against the model with every default: randomised pairs with an A/A control, in this process."""
-    default = compile_model(prepared, plan, Chooser("always", plan.machine))
+def is_slower(whole: Verdict) -> bool:
+    """By more than the margin, with confidence: neither a win nor a tie."""
+    return whole.ci[0] > 1 + max(verdict.MIN_MARGIN, verdict.MARGIN_PER_NOISE * whole.aa_noise)
+
+
+def compare_whole(prepared: Prepared, plan: Plan, chosen: Mapping[Workload, Candidate], against: Fuse) -> Verdict:
+    """The model with some candidates chosen, against always or never: randomised pairs with an A/A control, in this process."""
+    default = compile_model(prepared, plan, Chooser(against, plan.machine))
     tuned = compile_model(prepared, plan, Chooser("always", plan.machine, tried=chosen))
     rng = np.random.default_rng(0)
     feeds = {i.name: rng.standard_normal(i.shape).astype(i.dtype) for i in default.get_inputs()}

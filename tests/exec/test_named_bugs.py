@@ -75,3 +75,31 @@ def test_half_precision_recurrent_networks_are_computed_in_single(operator: str)
         model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
         results.append(tvmfuse.build(model, threads=1).run(None, {"x": x.astype(dtype)})[0])
     assert results[0].dtype == np.float16 and (results[0] == results[1].astype(np.float16)).all()
+
+
+@pytest.mark.parametrize("operator", ["GRU", "LSTM"])
+def test_double_precision_recurrent_networks(operator: str) -> None:
+    rng = np.random.default_rng(0)
+    gates = {"GRU": 3, "LSTM": 4}[operator]
+    w, r, b = (0.5 * rng.standard_normal(shape) for shape in ((1, 3 * gates, 4), (1, 3 * gates, 3), (1, 6 * gates)))
+    x = rng.standard_normal((5, 2, 4))
+    weights = [onnx.numpy_helper.from_array(array, name) for name, array in (("w", w), ("r", r), ("b", b))]
+    node = onnx.helper.make_node(operator, ["x", "w", "r", "b"], ["y"], hidden_size=3)
+    values = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.DOUBLE, s) for n, s in (("x", [5, 2, 4]), ("y", [5, 1, 2, 3]))]
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph([node], "g", values[:1], values[1:], weights), opset_imports=[onnx.helper.make_opsetid("", 17)]
+    )
+    (y,) = tvmfuse.build(model, threads=1).run(None, {"x": x})
+    h, c = np.zeros((2, 3)), np.zeros((2, 3))
+    for t in range(5):
+        given = x[t] @ w[0].T + b[0, : 3 * gates]
+        recurrent = h @ r[0].T + b[0, 3 * gates :]
+        if operator == "GRU":
+            z, reset = (scipy.special.expit(given[:, i : i + 3] + recurrent[:, i : i + 3]) for i in (0, 3))
+            candidate = np.tanh(given[:, 6:] + (reset * h) @ r[0, 6:].T + b[0, 15:])
+            h = (1 - z) * candidate + z * h
+        else:
+            i, o, f = (scipy.special.expit((given + recurrent)[:, k : k + 3]) for k in (0, 3, 6))
+            c = f * c + i * np.tanh((given + recurrent)[:, 9:])
+            h = o * np.tanh(c)
+        np.testing.assert_allclose(y[t, 0], h, rtol=0, atol=1e-14)

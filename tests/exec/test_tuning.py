@@ -133,16 +133,17 @@ def test_gate_turns_back_the_weakest_site_until_the_model_is_not_slower(
         default, *others = kernel.candidates(site.workload, plan.machine)
         won = Verdict("wins", others[0], ratio, (ratio - 0.01, ratio + 0.01), 0.001, 15, "for this test")
         results.append(SiteResult(site.workload, default, others[0], (won,), (), 0, 1.0))
-    tuned: list[int] = []
+    tuned: list[tuple[int, str]] = []
 
-    def whole(_prepared: object, _plan: object, chosen: dict[Workload, Candidate]) -> Verdict:
-        tuned.append(len(chosen))
-        ratio = 1.2 if len(chosen) == 2 else 0.95
+    def whole(_prepared: object, _plan: object, chosen: dict[Workload, Candidate], against: str) -> Verdict:
+        tuned.append((len(chosen), against))
+        ratio = 1.2 if len(chosen) == 2 and against == "never" else 0.95
         return Verdict("undecided", results[0].choice, ratio, (ratio - 0.02, ratio + 0.02), 0.001, 60, "whole model")
 
     monkeypatch.setattr(tuning, "compare_whole", whole)
     gate, reverted = tuning._gate(prepared, plan, log, results, lambda done, doing: None)
-    assert tuned == [2, 1] and gate is not None and gate.ratio == 0.95
+    assert tuned == [(2, "always"), (2, "never"), (1, "always"), (1, "never")]
+    assert gate is not None and gate.ratio == 0.95
     assert reverted == [prepared.sites[1].workload]
     (record,) = Log([tmp_path]).records()
     assert (record.kind, record.workload) == ("model_gate", prepared.sites[1].workload)

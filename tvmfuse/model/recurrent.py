@@ -38,8 +38,6 @@ def why_not(node: onnx.NodeProto, graph: Graph) -> str | None:
     shape = graph.shape(node.input[0])
     if shape is None:
         return "the shape of X isn't known"
-    if graph.types[node.input[0]].tensor_type.elem_type not in (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16):
-        return "it is neither float32 nor float16"
     for index, what in ((1, "W"), (2, "R"), (3, "B")):
         if inputs.get(index) and inputs[index] not in graph.constants:
             return f"{what} isn't constant"
@@ -70,25 +68,28 @@ def convert(operator: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs:
     if batch_first:
         x = bb.emit(relax.op.permute_dims(x, (1, 0, 2)))
         states = [None if state is None else bb.emit(relax.op.permute_dims(state, (1, 0, 2))) for state in states]
-    w, r = (operand.value.numpy().astype(np.float32) for operand in operands[1:3])
+    computed = "float64" if str(dtype) == "float64" else "float32"
+    w, r = (operand.value.numpy().astype(computed) for operand in operands[1:3])
     directions, rows, hidden = r.shape
-    b = np.zeros((directions, 2 * rows), np.float32) if operands[3] is None else operands[3].value.numpy().astype(np.float32)
+    b = np.zeros((directions, 2 * rows), computed) if operands[3] is None else operands[3].value.numpy().astype(computed)
     steps, batch, _ = (int(extent) for extent in x.ty.shape)
     way = attrs.get("direction", b"forward").decode()
     kind: Literal["gru", "lstm"] = "gru" if operator == "GRU" else "lstm"
-    anchor = Recurrent(kind, steps, batch, hidden, way == "reverse", kind == "gru" and bool(attrs.get("linear_before_reset", 0)))
+    anchor = Recurrent(kind, steps, batch, hidden, way == "reverse", kind == "gru" and bool(attrs.get("linear_before_reset", 0)), computed)
 
     results = []
     for d in range(directions):
         name = f"{site}/{('forward', 'backward')[d]}" if directions == 2 else site
         one = dataclasses.replace(anchor, reverse=anchor.reverse or d == 1)
         input_bias, bias = _biases(b[d], one)
-        product = bb.emit(relax.op.matmul(x, relax.const(np.ascontiguousarray(w[d].T))), name)
-        projections = bb.emit(relax.op.add(product, relax.const(input_bias)), f"{name}/bias") if input_bias.any() else product
+        product = bb.emit(relax.op.matmul(x, relax.const(np.ascontiguousarray(w[d].T), computed)), name)
+        projections = bb.emit(relax.op.add(product, relax.const(input_bias, computed)), f"{name}/bias") if input_bias.any() else product
         initial = [_initial(bb, state, d, one) for state in states]
         types = [relax.TensorType(shape, one.dtype) for shape in (one.output_shape(), *[(batch, hidden)] * len(states))]
         walk = bb.add_func(_walk(one), kind)
-        call = bb.emit(relax.call_tir(walk, [projections, relax.const(r[d]), relax.const(bias), *initial], types), f"{name}/walk")
+        call = bb.emit(
+            relax.call_tir(walk, [projections, relax.const(r[d], computed), relax.const(bias, computed), *initial], types), f"{name}/walk"
+        )
         results.append([bb.emit(relax.TupleGetItem(call, i)) for i in range(len(types))])
 
     axes = (2, 1, 1) if batch_first else (1, 0, 0)
@@ -97,7 +98,7 @@ def convert(operator: str, bb: relax.BlockBuilder, inputs: Sequence[Any], attrs:
         if axis == 2:  # Y is (steps, batch, hidden); layout 1 wants (batch, steps, directions, hidden)
             parts = tuple(bb.emit(relax.op.permute_dims(part, (1, 0, 2))) for part in parts)
         whole = bb.emit(relax.op.expand_dims(parts[0], axis) if directions == 1 else relax.op.stack(parts, axis))
-        outputs.append(whole if str(dtype) == "float32" else bb.emit(relax.op.astype(whole, dtype)))
+        outputs.append(whole if str(dtype) == computed else bb.emit(relax.op.astype(whole, dtype)))
     return relax.Tuple(outputs)
 
 
@@ -119,9 +120,9 @@ def _biases(both: np.ndarray, anchor: Recurrent) -> tuple[np.ndarray, np.ndarray
 def _initial(bb: relax.BlockBuilder, state: relax.Expr | None, direction: int, anchor: Recurrent) -> relax.Expr:
     shape = (anchor.batch, anchor.hidden)
     if state is None:
-        return relax.const(np.zeros(shape, anchor.dtype))
+        return relax.const(np.zeros(shape, anchor.dtype), anchor.dtype)
     if isinstance(state, tvm.ir.GenericConst):
-        return relax.const(np.ascontiguousarray(state.value.numpy()[direction], anchor.dtype))
+        return relax.const(np.ascontiguousarray(state.value.numpy()[direction], anchor.dtype), anchor.dtype)
     if int(state.ty.shape[0]) > 1:
         state = bb.emit(relax.op.strided_slice(state, [0], [direction], [direction + 1]))
     return bb.emit(relax.op.reshape(state, shape))
@@ -132,21 +133,22 @@ def _walk(anchor: Recurrent) -> tirx.PrimFunc:
 
 
 def _gru(anchor: Recurrent) -> tirx.PrimFunc:
+    dtype, one = anchor.dtype, tirx.const(1, anchor.dtype)
     steps, batch, hidden = anchor.steps, anchor.batch, anchor.hidden
     fields = json.dumps(dataclasses.asdict(anchor))
     reverse, linear = anchor.reverse, anchor.linear_before_reset
 
     @T.prim_func(private=True, s_tir=True)
     def walk(
-        P: T.Buffer((steps, batch, 3 * hidden), "float32"),
-        R: T.Buffer((3 * hidden, hidden), "float32"),
-        b: T.Buffer((3 * hidden,), "float32"),
-        h0: T.Buffer((batch, hidden), "float32"),
-        Y: T.Buffer((steps, batch, hidden), "float32"),
-        Y_h: T.Buffer((batch, hidden), "float32"),
+        P: T.Buffer((steps, batch, 3 * hidden), dtype),
+        R: T.Buffer((3 * hidden, hidden), dtype),
+        b: T.Buffer((3 * hidden,), dtype),
+        h0: T.Buffer((batch, hidden), dtype),
+        Y: T.Buffer((steps, batch, hidden), dtype),
+        Y_h: T.Buffer((batch, hidden), dtype),
     ):
         T.func_attr({ATTRIBUTE: fields, "tirx.noalias": True})
-        G = T.sblock_alloc_buffer((batch, 3 * hidden), "float32")
+        G = T.sblock_alloc_buffer((batch, 3 * hidden), dtype)
         for i, j in T.grid(batch, hidden):
             Y_h[i, j] = h0[i, j]
         for s in range(steps):
@@ -164,7 +166,7 @@ def _gru(anchor: Recurrent) -> tirx.PrimFunc:
                     G[i, 2 * hidden + j] = b[2 * hidden + j]
                     for k in range(hidden):
                         G[i, 2 * hidden + j] = G[i, 2 * hidden + j] + G[i, hidden + k] * Y_h[i, k] * R[2 * hidden + j, k]
-                Y[t, i, j] = (T.float32(1) - G[i, j]) * T.tanh(P[t, i, 2 * hidden + j] + G[i, 2 * hidden + j]) + G[i, j] * Y_h[i, j]
+                Y[t, i, j] = (one - G[i, j]) * T.tanh(P[t, i, 2 * hidden + j] + G[i, 2 * hidden + j]) + G[i, j] * Y_h[i, j]
             for i, j in T.grid(batch, hidden):
                 Y_h[i, j] = Y[t, i, j]
 
@@ -172,23 +174,24 @@ def _gru(anchor: Recurrent) -> tirx.PrimFunc:
 
 
 def _lstm(anchor: Recurrent) -> tirx.PrimFunc:
+    dtype = anchor.dtype
     steps, batch, hidden = anchor.steps, anchor.batch, anchor.hidden
     fields = json.dumps(dataclasses.asdict(anchor))
     reverse = anchor.reverse
 
     @T.prim_func(private=True, s_tir=True)
     def walk(
-        P: T.Buffer((steps, batch, 4 * hidden), "float32"),
-        R: T.Buffer((4 * hidden, hidden), "float32"),
-        b: T.Buffer((4 * hidden,), "float32"),
-        h0: T.Buffer((batch, hidden), "float32"),
-        c0: T.Buffer((batch, hidden), "float32"),
-        Y: T.Buffer((steps, batch, hidden), "float32"),
-        Y_h: T.Buffer((batch, hidden), "float32"),
-        Y_c: T.Buffer((batch, hidden), "float32"),
+        P: T.Buffer((steps, batch, 4 * hidden), dtype),
+        R: T.Buffer((4 * hidden, hidden), dtype),
+        b: T.Buffer((4 * hidden,), dtype),
+        h0: T.Buffer((batch, hidden), dtype),
+        c0: T.Buffer((batch, hidden), dtype),
+        Y: T.Buffer((steps, batch, hidden), dtype),
+        Y_h: T.Buffer((batch, hidden), dtype),
+        Y_c: T.Buffer((batch, hidden), dtype),
     ):
         T.func_attr({ATTRIBUTE: fields, "tirx.noalias": True})
-        G = T.sblock_alloc_buffer((batch, 4 * hidden), "float32")
+        G = T.sblock_alloc_buffer((batch, 4 * hidden), dtype)
         for i, j in T.grid(batch, hidden):
             Y_h[i, j] = h0[i, j]
             Y_c[i, j] = c0[i, j]
