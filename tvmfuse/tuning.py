@@ -17,12 +17,13 @@ import numpy as np
 from . import kernel
 from .building import Plan, Prepared, compile_model, described, plan_for, prepare
 from .choose import Chooser, Fuse
+from .compare import bound
 from .decide import search, verdict
 from .decide.cost_model import AnalyticPrior, learn
 from .decide.log import Conditions, Log, Record
 from .errors import UsageError
 from .measure.device import LocalDevice
-from .measure.host import host, toolchain
+from .measure.host import host, isa_among, toolchain
 from .values import Candidate, Site, Verdict, Workload
 
 Progress = Callable[[float, str], None]
@@ -98,7 +99,8 @@ def tune(
     open_ = [w for w in counts if len(kernel.candidates(w, plan.machine)) > 1 and plan.chooser.choice(w).source != "measured"]
     prior = AnalyticPrior(plan.machine)
     demands = [search.Demand(w, counts[w], EXPECTED_GAIN * prior.seconds(w, kernel.candidates(w, plan.machine)[0])) for w in open_]
-    ranker = learn(log.records(), plan.machine, lambda w: kernel.candidates(w, plan.machine)[0]) or prior
+    comparable = (record for record in log.records() if isa_among(record.conditions.host.features) == plan.machine.isa)
+    ranker = learn(comparable, plan.machine, lambda w: kernel.candidates(w, plan.machine)[0]) or prior
 
     results: list[search.SiteResult] = []
     with LocalDevice(kernel.build_kernel, plan.target, plan.machine, working_set(prepared)) as device:
@@ -109,8 +111,7 @@ def tune(
                 break
             demand, share = shares[0]
             progress(min(1.0, (time.monotonic() - began) / budget_s), str(demand.workload))
-            conditions = Conditions(host(), plan.machine.threads, toolchain(), kernel.digest(demand.workload, plan.machine))
-            candidates = kernel.candidates(demand.workload, plan.machine)
+            candidates, conditions = kernel.candidates(demand.workload, plan.machine), _conditions(demand.workload, plan)
             results.append(search.tune_site(demand.workload, candidates, device, log, conditions, budget_s=share, rank=ranker.rank))
             demands.remove(demand)
     gate, reverted = _gate(prepared, plan, log, results, progress)
@@ -140,6 +141,11 @@ def working_set(prepared: Prepared) -> int:
     return sum(site.workload.bytes_moved() for site in prepared.sites)
 
 
+def _conditions(workload: Workload, plan: Plan) -> Conditions:
+    """What is measured of a workload now will hold for."""
+    return Conditions(host(), plan.machine.threads, toolchain(), kernel.digest(workload, plan.machine))
+
+
 def _outcome(result: search.SiteResult) -> str:
     if result.verdict:
         return "tuned"
@@ -167,11 +173,10 @@ def _gate(
         if not is_slower(said):
             break
         weakest = max(won, key=lambda w: won[w].ratio)
-        conditions = Conditions(host(), plan.machine.threads, toolchain(), kernel.digest(weakest, plan.machine))
         overruled = Verdict(
             "keeps default", won[weakest].candidate, said.ratio, said.ci, said.aa_noise, said.pairs, "the whole model got slower"
         )
-        log.append(Record.of(weakest, overruled, conditions, kind="model_gate"))
+        log.append(Record.of(weakest, overruled, _conditions(weakest, plan), kind="model_gate"))
         reverted.append(weakest)
         del won[weakest]
     return said, reverted
@@ -188,7 +193,7 @@ def compare_whole(prepared: Prepared, plan: Plan, chosen: Mapping[Workload, Cand
     tuned = compile_model(prepared, plan, Chooser("always", plan.machine, tried=chosen))
     rng = np.random.default_rng(0)
     feeds = {i.name: rng.standard_normal(i.shape).astype(i.dtype) for i in default.get_inputs()}
-    calls = [session.bind(feeds, dict(zip(names(session), session.run(None, feeds), strict=True))) for session in (default, default, tuned)]
+    calls = [bound(session, feeds).call for session in (default, default, tuned)]
     repeats = max(1, round(2e-3 / _seconds(calls[0], 1)))
     order = random.Random(0)
     ratios: dict[int, list[float]] = {1: [], 2: []}
@@ -206,11 +211,7 @@ def compare_whole(prepared: Prepared, plan: Plan, chosen: Mapping[Workload, Cand
     return Verdict(outcome, candidate, math.exp(float(np.median(ratios[2]))), interval, noise, len(ratios[2]), "whole model")  # type: ignore[arg-type]
 
 
-def names(session: Any) -> list[str]:
-    return [info.name for info in session.get_outputs()]
-
-
-def _seconds(call: Callable[[], None], repeats: int) -> float:
+def _seconds(call: Callable[[], object], repeats: int) -> float:
     began = time.perf_counter()
     for _ in range(repeats):
         call()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,24 @@ def test_damaged_lines_of_the_log_are_told(workload: Workload, plan: building.Pl
     (tmp_path / "x.jsonl").write_text("{\n")
     with pytest.warns(UserWarning, match=r"1 damaged lines of the tuning log are skipped, the first at .*x\.jsonl:1"):
         building.plan_for(None, 1, "measured", tmp_path)
+
+
+def test_ranking_learns_from_records_of_this_instruction_set_alone(
+    model: onnx.ModelProto, workload: Workload, plan: building.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(Exception):
+        pass
+
+    def learn(records: Iterable[Record], *_: object) -> None:
+        assert [record.conditions.host.vendor for record in records] == [host().vendor]
+        raise Stop
+
+    tile = kernel.candidates(workload, plan.machine)[1]
+    other = dataclasses.replace(host(), vendor="Narrow", features=("sse2",))
+    Log([tmp_path]).append(decided(workload, tile, plan), decided(workload, tile, plan, host=other))
+    monkeypatch.setattr(tuning, "learn", learn)
+    with pytest.raises(Stop):
+        tvmfuse.tune(model, threads=1, budget="10s", logs=tmp_path)
 
 
 def test_build_takes_the_recorded_winner(model: onnx.ModelProto, workload: Workload, plan: building.Plan, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ RENAMED = {
     "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "minimum": "min", "maximum": "max", "power": "pow",
     "less": "less", "greater": "greater", "equal": "equal", "where": "where", "isnan": "isnan", "astype": "cast", "abs": "abs",
     "negative": "neg", "exp": "exp", "log": "log", "sqrt": "sqrt", "erf": "erf", "floor": "floor", "sigmoid": "sigmoid", "tanh": "tanh",
-    "nn.relu": "relu",
+    "nn.relu": "relu", "nn.prelu": "prelu",
 }  # fmt: skip
 
 
@@ -37,10 +37,6 @@ def steps_of(call: Call, args: Sequence[Arg], first: int) -> list[Step] | None:
 def _clip(call: Call, args: Sequence[Arg], first: int) -> list[Step]:
     low, high = (float(bound.value) for bound in call.args[1:])
     return [Step("clip", (args[0],), (low, high), dtype_of(call))]
-
-
-def _relu6(call: Call, args: Sequence[Arg], first: int) -> list[Step]:
-    return [Step("clip", (args[0],), (0.0, 6.0), dtype_of(call))]
 
 
 def _leaky_relu(call: Call, args: Sequence[Arg], first: int) -> list[Step]:
@@ -102,7 +98,6 @@ def _softplus(call: Call, args: Sequence[Arg], first: int) -> list[Step] | None:
 
 COMPOSED: dict[str, Rule] = {
     "clip": _clip,
-    "nn.relu6": _relu6,
     "nn.leakyrelu": _leaky_relu,
     "nn.silu": _silu,
     "nn.gelu": _gelu,

@@ -290,7 +290,7 @@ class _Finder:
             if arg is None:
                 return _Stop(f"operand {position} of {name} ({var.name}) can't be read at the anchor's index", wanted=True)
             args.append(arg)
-        steps = _prelu(args, dtype_of(call)) if name == "nn.prelu" else steps_of(call, args, len(chain.steps) + 1)
+        steps = steps_of(call, args, len(chain.steps) + 1)
         if steps is None:
             return _Stop(f"{name} is not an epilogue op", wanted=False)
         chain.steps += steps
@@ -328,10 +328,6 @@ class _Finder:
 def _name(members: Sequence[Var]) -> str:
     """The first name that comes from the model; TVM's importer leaves a convolution with a bias to be named by the bias."""
     return next((var.name for var in members if not re.fullmatch(r"(lv|gv)\d*", var.name)), members[0].name)
-
-
-def _prelu(args: Sequence[Arg], dtype: str) -> list[Step]:
-    return [Step("prelu", tuple(args), dtype=dtype)]
 
 
 def first_mismatch(extents: Sequence[int], axes: Sequence[int | None], shape: Sequence[int]) -> bool:

@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,11 @@ def _architecture(target: Target) -> str:
 
 def _target_features(target: Target) -> set[str]:
     return {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
+
+
+def isa_among(features: Collection[str]) -> ISA | None:
+    """The widest instruction set of ours that these features of one CPU make up."""
+    return next((isa for isa in (AVX512, AVX2, NEON) if all(feature in features for feature in NEEDED[isa.name])), None)
 
 
 def isa_of(target: Target) -> ISA:
