@@ -452,11 +452,15 @@ class Host:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One candidate's times in seconds, in the order they were taken; `error` is set when it failed instead."""
+    """One candidate's times in seconds, in the order they were taken; `error` is set when it failed instead.
+
+    default_s  the default's, each taken next to the one in the same place of `times_s`; empty when there is none beside them.
+    """
 
     candidate: Candidate
     times_s: tuple[float, ...] = ()
     error: str | None = None
+    default_s: tuple[float, ...] = ()
 
 
 Outcome = Literal["wins", "keeps default", "undecided", "too noisy", "failed"]

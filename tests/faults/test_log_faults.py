@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
+import multiprocessing
 import os
+import signal
+import subprocess
 import zlib
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -36,6 +41,7 @@ def relined(change: dict) -> bytes:
 
 
 GOOD = record(1.0).to_line()
+BATCH = log_module._batch_line([record(7.0), record(8.0)])
 BAD = {
     "torn": GOOD[: len(GOOD) // 2],
     "flipped digit": GOOD.replace(b'"threads":1', b'"threads":2').rstrip(b"\n"),
@@ -48,6 +54,9 @@ BAD = {
     "deep nesting": b"[" * 100_000,
     "over 1 MiB": b'{"schema":1,"pad":"' + b"x" * (1 << 20) + b'"}',
     "unknown schema": relined({"schema": 99}),
+    "torn batch": BATCH[: len(BATCH) // 2],
+    "batch that is no list": relined({"kind": "batch", "batch": 3}),
+    "fewer times of the default": relined({"times_s": [1.0, 2.0], "default_s": [1.0]}),
     "huge integer": b'{"schema":' + b"9" * 10_000 + b"}",
 }
 
@@ -148,4 +157,61 @@ def test_interrupted_compaction_leaves_the_old_file(path: Path, monkeypatch: pyt
 def test_compaction_drops_damaged_lines(path: Path) -> None:
     path.write_bytes(GOOD + BAD["torn"] + b"\n")
     log = Log([path.parent])
-    assert log.compact() == 1 and path.read_bytes() == GOOD and not log.damage
+    assert log.compact() == len(BAD["torn"]) + 1 and path.read_bytes() == GOOD and not log.damage
+
+
+def test_append_that_is_killed_at_any_byte_loses_only_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed write leaves is a prefix of it: every prefix, then another writer."""
+    monkeypatch.setattr(log_module.os, "fsync", lambda _: None)  # a thousand files
+    batch = log_module._batch_line([record(2.0), record(3.0)])
+    for written in range(0, len(batch) + 1):
+        path.write_bytes(GOOD + batch[:written])
+        Log([path.parent]).append(record(4.0))
+        log = Log([path.parent])
+        whole = [(2.0,), (3.0,)] if written >= len(batch) - 1 else []  # only the newline is missing: the next writer adds it
+        assert [r.times_s for r in log.records()] == [(1.0,), *whole, (4.0,)], written
+        assert len(log.damage) == (0 < written < len(batch) - 1)
+
+
+def append_for_ever(folder: Path, started: Connection) -> None:
+    log = Log([folder])
+    for i in itertools.count():
+        log.append(*(record(i + j / 100) for j in range(30)))
+        started.send(i)
+
+
+def test_killed_writer_leaves_a_log_and_a_lock_that_others_use(path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    for _ in range(3):
+        reader, started = fork.Pipe()
+        writer = fork.Process(target=append_for_ever, args=(path.parent, started))
+        writer.start()
+        acknowledged = reader.recv()
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        log = Log([path.parent])
+        log.append(record(-1.0))
+        assert {(i + j / 100,) for i in range(acknowledged + 1) for j in range(30)} <= {r.times_s for r in log.records()}
+    assert {d.why.split(":")[0] for d in log.damage} <= {"skipped"}
+
+
+def test_full_file_system_loses_nothing_that_was_there(tmp_path: Path) -> None:
+    """A real one of 64 KiB."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        log, written = Log([small]), 0
+        with pytest.raises(UsageError, match="No space left on device"):
+            for i in range(1000):
+                log.append(*(record(i + j / 100) for j in range(20)))
+                written += 20
+        again = Log([small])
+        assert len(list(again.records())) == written > 0 and not again.damage
+        with pytest.raises(UsageError, match="No space left on device"):
+            log.compact()
+        assert len(list(Log([small]).records())) == written
+    finally:
+        subprocess.run(["umount", small], check=True)

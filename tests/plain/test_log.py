@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tvmfuse.decide import log as log_module
 from tvmfuse.decide.log import Conditions, Log, Record
 from tvmfuse.values import Candidate, Epilogue, Host, Matmul, Measurement, Operand, Step, Verdict, Workload
 
@@ -17,6 +18,7 @@ TOOLCHAIN = {"tvmfuse": "0.1", "tvm": "0.27.0", "tvm_ffi": "0.1.14", "llvm": "22
 HERE = Conditions(HOST, 1, TOOLCHAIN, "d1")
 BIAS_RELU = Epilogue((Step("add", ("%0", "$0")), Step("relu", ("%1",))), (Operand((64,), (2,), constant=True),))
 WORKLOAD = Workload(Matmul(1, 8, 64, 32), BIAS_RELU)
+DEFAULT = Candidate("register", 2, (("mr", 6), ("nr", 64)))
 TILE, APART = Candidate("tile", 2, (("mr", 6), ("nr", 64))), Candidate("separate", 0, (("mr", 6), ("nr", 64)))
 
 
@@ -132,18 +134,67 @@ def test_failures_hold_for_their_conditions_only(tmp_path: Path) -> None:
     assert log.failures(WORKLOAD, dataclasses.replace(HERE, kernel_digest="d2")) == {}
 
 
-def test_compaction_keeps_the_newest_of_each_and_every_failure(tmp_path: Path) -> None:
+def finished(default: Candidate = DEFAULT) -> Record:
+    said = Verdict("keeps default", default, 1.0, (0.99, 1.01), 0.004, 15, "2 rivals, 1 won")
+    return Record.of(WORKLOAD, said, HERE, "site")
+
+
+def test_compaction_keeps_the_newest_verdict_every_failure_and_one_time_of_a_finished_site(tmp_path: Path) -> None:
     log = Log([tmp_path])
     failure = Record.of(WORKLOAD, Measurement(APART, error="wrong bits"), HERE)
     log.append(failure)
     for i in range(1, 6):
-        log.append(Record.of(WORKLOAD, Measurement(TILE, (float(i),)), HERE), Record.of(WORKLOAD, verdict(ratio=1 - i / 8), HERE))
-    assert log.compact() == 8
+        measured = Measurement(TILE, (8e-6 + i * 1e-6, 1e-5), default_s=(2e-5, 2e-5))
+        log.append(Record.of(WORKLOAD, measured, HERE), Record.of(WORKLOAD, verdict(ratio=1 - i / 8), HERE))
+    log.append(finished())
+    assert log.compact() > 0
     for known in (log, Log([tmp_path])):
-        assert [r.times_s for r in known.records() if r.kind == "measurement" and not r.error] == [(5.0,)]
-        assert [r.verdict.ratio for r in known.records() if r.verdict] == [1 - 5 / 8]
-        assert failure in list(known.records())
+        (measured,) = (r for r in known.records() if r.times_s)
+        assert (measured.candidate, measured.times_s, measured.default_s) == (TILE, (1e-5,), (2e-5,))
+        assert [r.verdict.ratio for r in known.records() if r.kind == "verdict"] == [1 - 5 / 8]
+        assert failure in list(known.records()) and finished() in list(known.records())
+        assert best(known).candidate == TILE
     assert log.compact() == 0
+    assert len((tmp_path / f"{HOST.key}.jsonl").read_bytes().splitlines()) == 1, "a site is one line"
+
+
+def test_compaction_leaves_an_unfinished_site_as_it_is(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    measured = [Record.of(WORKLOAD, Measurement(TILE, (i * 1e-6,), default_s=(1e-6,)), HERE) for i in (1, 2, 3)]
+    log.append(*measured)
+    log.append(measured[0])
+    assert log.compact() > 0 and log.history(WORKLOAD, HERE) == measured
+
+
+def test_records_written_together_share_a_line_and_come_back_alike(tmp_path: Path) -> None:
+    log, elsewhere = Log([tmp_path]), dataclasses.replace(HERE, threads=2)
+    together = [
+        Record.of(WORKLOAD, Measurement(TILE, (1e-6, 2e-6), default_s=(3e-6, 4e-6)), HERE),
+        Record.of(WORKLOAD, Measurement(APART, error='says "outcome":,"crc":1'), HERE),
+        Record.of(WORKLOAD, verdict(), HERE, "model_gate"),
+        finished(),
+    ]
+    apart = Record.of(WORKLOAD, verdict(), elsewhere)
+    log.append(*together, apart)
+    for known in (log, Log([tmp_path])):
+        assert list(known.records()) == [*together, apart] and not known.damage
+        assert known.history(WORKLOAD, HERE) == together
+    assert len((tmp_path / f"{HOST.key}.jsonl").read_bytes().splitlines()) == 2
+
+
+def test_batch_too_long_for_a_line_takes_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "MAX_BATCH", 2)
+    records = [Record.of(WORKLOAD, Measurement(TILE, (float(i),)), HERE) for i in range(5)]
+    Log([tmp_path]).append(*records)
+    assert list(Log([tmp_path]).records()) == records
+    assert len((tmp_path / f"{HOST.key}.jsonl").read_bytes().splitlines()) == 3
+
+
+def test_fingerprint_follows_the_lines(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    empty = log.fingerprint()
+    log.append(Record.of(WORKLOAD, verdict(), HERE))
+    assert log.fingerprint() == Log([tmp_path]).fingerprint() != empty
 
 
 def test_merge_takes_what_is_new_and_a_second_merge_nothing(tmp_path: Path) -> None:

@@ -1,25 +1,30 @@
-"""The tuning log: one self-contained record a line, in `<host key>.jsonl` of one or more folders.
+"""The tuning log: self-contained lines in `<host key>.jsonl` of one or more folders.
 
     {"aa_noise":0.004,"candidate":{"cut":2,"family":"matmul","knobs":{"mr":6,"nr":64},"placement":"register"},"ci":[0.91,0.94],"crc":1234,...}
+    {"batch":[{"candidate":{...},"times_s":[1.2e-05]},...],"crc":5678,"host":{...},"kernel_digest":"...","kind":"batch",...}
 
-A line is canonical JSON (sorted keys, no spaces); `crc` is the CRC-32 of the line without it. Writers append whole lines under a
-file lock and fsync them, so that readers need no lock. A line that is torn, garbled, of another schema or refused (NaN, more than
+A line holds one record, or a batch of records of one workload under the same conditions: those, two thirds of a record's bytes, are
+then said once. It is canonical JSON (sorted keys, no spaces); `crc` is the CRC-32 of the line without it. Writers append whole lines
+under a file lock and fsync them, so that readers need no lock. A line that is torn, garbled, of another schema or refused (NaN, more than
 1 MiB) is reported with file and line, counted and skipped: the records around it stay good.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import itertools
 import json
 import os
 import re
 import tempfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, get_args
 
 import filelock
@@ -30,8 +35,11 @@ from ..values import Candidate, Host, Measurement, Outcome, Verdict, Workload
 
 SCHEMA = 1
 MAX_LINE_BYTES = 1 << 20
+MAX_BATCH = 128  # records a line: failures, of 2000 characters each, stay below MAX_LINE_BYTES too
+SIGNIFICANT = 4  # digits of a compacted time: clocks and machines are not better than that
+COMPACT_ERROR = 200  # characters: the rest is TVM's stack trace
 LOCK_TIMEOUT_S = 30.0
-Kind = Literal["measurement", "verdict", "model_gate"]
+Kind = Literal["measurement", "verdict", "model_gate", "site"]
 DECIDED = ("wins", "keeps default", "undecided")  # "too noisy" and "failed" decide nothing
 
 
@@ -49,8 +57,10 @@ class Conditions:
 class Record:
     """One line of the log.
 
-    times_s  of a measurement, in the order taken. verdict, ci and aa_noise belong to a verdict or a model gate; error to a failure.
-    A "model_gate" record is a verdict on a site's choice that the whole-model comparison overruled.
+    times_s    of a measurement, in the order taken; default_s: the default's beside them, see `Measurement`.
+    verdict    with ci and aa_noise, of a verdict or a model gate; error of a failure.
+    A "model_gate" record is a verdict on a site's choice that the whole-model comparison overruled; a "site" record, with the control as
+    the verdict on the default itself, says that the site was tuned to its end.
     """
 
     kind: Kind
@@ -60,62 +70,40 @@ class Record:
     times_s: tuple[float, ...] = ()
     error: str | None = None
     verdict: Verdict | None = None
+    default_s: tuple[float, ...] = ()
 
     @staticmethod
     def of(workload: Workload, found: Measurement | Verdict, conditions: Conditions, kind: Kind | None = None) -> Record:
         if isinstance(found, Verdict):
             error = found.why if found.outcome == "failed" else None
             return Record(kind or "verdict", workload, found.candidate, conditions, error=error, verdict=found)
-        return Record("measurement", workload, found.candidate, conditions, found.times_s, found.error)
+        return Record("measurement", workload, found.candidate, conditions, found.times_s, found.error, default_s=found.default_s)
 
     def to_json(self) -> dict[str, Any]:
-        host, verdict = self.conditions.host, self.verdict
-        said = {"outcome": verdict.outcome, "ratio": verdict.ratio, "pairs": verdict.pairs, "why": verdict.why} if verdict else None
-        return {
-            "schema": SCHEMA,
-            "kind": self.kind,
-            "workload": str(self.workload),
-            "workload_hash": self.workload.hash(),
-            "structure": self.workload.to_json(),
-            "host": asdict(host),
-            "threads": self.conditions.threads,
-            "toolchain": dict(self.conditions.toolchain),
-            "kernel_digest": self.conditions.kernel_digest,
-            "candidate": {"family": self.workload.family, **self.candidate.to_json()},
-            "times_s": list(self.times_s),
-            "aa_noise": verdict.aa_noise if verdict else None,
-            "ci": list(verdict.ci) if verdict else None,
-            "verdict": said,
-            "error": self.error,
-        }
+        own = {"aa_noise": None, "ci": None, "verdict": None, "times_s": [], "error": None, **self.own_json()}
+        candidate = {"family": self.workload.family, **self.candidate.to_json()}
+        return {**_shared_json(self.workload, self.conditions), **own, "candidate": candidate, "kind": self.kind}
 
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Record:
-        """Raises KeyError, TypeError or ValueError when `data` is not a record of this schema."""
-        if data["kind"] not in get_args(Kind):
-            raise ValueError(f"unknown kind {data['kind']!r}")
-        workload, candidate = Workload.from_json(data["structure"]), Candidate.from_json(data["candidate"])
-        if workload.hash() != data["workload_hash"]:
-            raise ValueError("workload_hash is not that of the structure")
-        host = Host(**{**data["host"], "features": tuple(data["host"]["features"])})
-        conditions = Conditions(host, int(data["threads"]), dict(data["toolchain"]), str(data["kernel_digest"]))
-        verdict = None
-        if said := data["verdict"]:
-            if said["outcome"] not in get_args(Outcome):
-                raise ValueError(f"unknown outcome {said['outcome']!r}")
-            low, high = map(float, data["ci"])
-            ratio, noise, pairs = float(said["ratio"]), float(data["aa_noise"]), int(said["pairs"])
-            verdict = Verdict(said["outcome"], candidate, ratio, (low, high), noise, pairs, str(said["why"]))
-        times = tuple(float(t) for t in data["times_s"])
-        return Record(data["kind"], workload, candidate, conditions, times, data["error"], verdict)
+    def own_json(self) -> dict[str, Any]:
+        """What this record says beyond its workload and conditions; what it has none of is left out."""
+        verdict = self.verdict
+        own: dict[str, Any] = {"candidate": self.candidate.to_json()}
+        if self.kind != "measurement":
+            own["kind"] = self.kind
+        if self.times_s:
+            own["times_s"] = list(self.times_s)
+        if self.default_s:
+            own["default_s"] = list(self.default_s)
+        if self.error is not None:
+            own["error"] = self.error
+        if verdict:
+            said = {"outcome": verdict.outcome, "ratio": verdict.ratio, "pairs": verdict.pairs, "why": verdict.why}
+            own |= {"aa_noise": verdict.aa_noise, "ci": list(verdict.ci), "verdict": said}
+        return own
 
     def to_line(self) -> bytes:
         """Raises ValueError for NaN or infinity and for a line over 1 MiB."""
-        data = self.to_json()
-        line = _canonical({**data, "crc": zlib.crc32(_canonical(data))}) + b"\n"
-        if len(line) > MAX_LINE_BYTES:
-            raise ValueError(f"a record of {len(line)} bytes is over 1 MiB")
-        return line
+        return _line(self.to_json())
 
 
 @dataclass(frozen=True)
@@ -165,7 +153,7 @@ class Log:
     def _open(self) -> None:
         self.damage: list[Damage] = []
         self._lines: dict[str, list[_Line]] = defaultdict(list)
-        self._decoded: dict[str, list[Record]] = {}
+        self._decoded: dict[tuple[str, bool], list[Record]] = {}
         for folder in self.folders:
             for path in sorted(folder.glob("*.jsonl")):
                 for line in _verified_lines(path, self.damage):
@@ -176,10 +164,20 @@ class Log:
         for workload_hash in list(self._lines):
             yield from self._of(workload_hash)
 
-    def _of(self, workload_hash: str) -> list[Record]:
-        if workload_hash not in self._decoded:
-            self._decoded[workload_hash] = _decode(self._lines[workload_hash], self.damage)
-        return self._decoded[workload_hash]
+    def fingerprint(self) -> str:
+        """Changes with every line."""
+        digest = hashlib.sha256()
+        for workload_hash in sorted(self._lines):
+            for line in self._lines[workload_hash]:
+                digest.update(zlib.crc32(line.text).to_bytes(4, "little"))
+        return digest.hexdigest()[:16]
+
+    def _of(self, workload_hash: str, decisions_only: bool = False) -> list[Record]:
+        key = workload_hash, decisions_only
+        if key not in self._decoded:
+            lines = [line for line in self._lines.get(workload_hash, ()) if line.decides or not decisions_only]
+            self._decoded[key] = _decode(lines, self.damage)
+        return self._decoded[key]
 
     def best(self, workload: Workload, host: Host, threads: int, toolchain: Mapping[str, str], kernel_digest: str) -> Match | None:
         """The decision recorded for a workload, or None.
@@ -189,7 +187,7 @@ class Log:
         Never    other threads, or a feature that this host lacks.
         """
         groups: dict[tuple[tuple[bool, bool, bool], str], list[Record]] = defaultdict(list)
-        for record in self._of(workload.hash()):
+        for record in self._of(workload.hash(), decisions_only=True):
             there = record.conditions
             if there.threads == threads and set(there.host.features) <= set(host.features):
                 same = there.host.key == host.key, _compiler(there.toolchain) == _compiler(toolchain), there.kernel_digest == kernel_digest
@@ -199,10 +197,14 @@ class Log:
                 return Match("use" if all(same) else "hint", deciding.candidate if _won(deciding) else None, deciding)
         return None
 
+    def history(self, workload: Workload, conditions: Conditions) -> list[Record]:
+        """What was found out about a workload under these conditions, oldest first."""
+        wanted = _key(conditions)
+        return [record for record in self._of(workload.hash()) if _key(record.conditions) == wanted]
+
     def failures(self, workload: Workload, conditions: Conditions) -> dict[Candidate, str]:
         """Candidates that failed under these conditions, with their error: they are never tried again."""
-        wanted = _key(conditions)
-        return {r.candidate: r.error for r in self._of(workload.hash()) if r.error is not None and _key(r.conditions) == wanted}
+        return {r.candidate: r.error for r in self.history(workload, conditions) if r.error is not None}
 
     def check_writable(self, host: Host) -> None:
         """Raises UsageError when the records of `host` can't be written."""
@@ -213,44 +215,46 @@ class Log:
         return self.folders[-1] / f"{host.key}.jsonl"
 
     def append(self, *records: Record) -> None:
-        """Write records in one write under the file's lock, then fsync.
+        """Write records in one write under the file's lock, then fsync; those of one workload and conditions share a line.
 
         Raises   UsageError when the folder can't be written, ValueError for a record that is not allowed in (NaN, over 1 MiB).
         """
-        lines: dict[Path, bytes] = defaultdict(bytes)
-        for record in records:
-            lines[self._path(record.conditions.host)] += record.to_line()
-        for path, data in lines.items():
+        lines: dict[Path, list[tuple[str, bytes]]] = defaultdict(list)
+        for batch in _batches(records):
+            lines[self._path(batch[0].conditions.host)].append((batch[0].workload.hash(), _batch_line(batch)))
+        for path, written in lines.items():
             with _writable(path):
-                _append_durably(path, data)
-        for record in records:
-            self._of(record.workload.hash()).append(record)
+                _append_durably(path, b"".join(line for _, line in written))
+            for workload_hash, line in written:
+                self._lines[workload_hash].append(_Line(path, 0, workload_hash, line.rstrip(b"\n")))
+                for decisions_only in (False, True):
+                    self._decoded.pop((workload_hash, decisions_only), None)
 
     def compact(self) -> int:
-        """Keep, in the writable folder, the newest measurement, failure and verdict of each candidate under each set of conditions.
+        """Rewrite the writable folder to what builds, rankers and predictions read, a line or two a site; returns how many bytes went.
 
-        Returns how many lines went, damaged ones among them. Failures stay: they keep a candidate from being tried again.
+        Of each finished site it keeps, for every candidate, the newest verdict, the failure, and one time with the default's beside it,
+        the medians of all. What an unfinished site has is kept as it is: the next run takes it up there. Damaged lines go.
         """
         removed = 0
         for path in sorted(self.folders[-1].glob("*.jsonl")):
             with _writable(path):
-                before = sum(1 for line in path.read_bytes().split(b"\n") if line.strip())
-                newest: dict[tuple[object, ...], Record] = {}
+                before = path.stat().st_size
+                sites: dict[tuple[object, ...], list[Record]] = defaultdict(list)
                 for record in _decode(_verified_lines(path, []), []):
-                    of = record.workload.hash(), _key(record.conditions), record.candidate
-                    key = record.kind == "measurement", record.error is None, of
-                    newest.pop(key, None)  # so that the order stays that of writing
-                    newest[key] = record
-                _replace_durably(path, b"".join(record.to_line() for record in newest.values()))
-                removed += before - len(newest)
+                    sites[record.workload.hash(), _key(record.conditions)].append(record)
+                kept = [_compacted(found) if is_finished(found) else _once_each(found) for found in sites.values()]
+                content = b"".join(_batch_line(batch) for site in kept for batch in _batches(site))
+                _replace_durably(path, content)
+                removed += before - len(content)
         self._open()
         return removed
 
     def merge(self, other: Log) -> int:
         """Append the records of another log that are not here yet; returns how many."""
         known = {record.to_line() for record in self.records()}
-        new = {line: record for record in other.records() if (line := record.to_line()) not in known}
-        self.append(*new.values())
+        new = [record for record in _once_each(other.records()) if record.to_line() not in known]
+        self.append(*new)
         return len(new)
 
     def stats(self) -> Counter[str]:
@@ -263,6 +267,11 @@ class Log:
         return counts
 
 
+def is_finished(history: Iterable[Record]) -> bool:
+    """Whether a site was tuned to its end; else the next run takes it up where this history ends."""
+    return any(record.kind == "site" for record in history)
+
+
 @dataclass(frozen=True)
 class _Line:
     path: Path
@@ -270,9 +279,79 @@ class _Line:
     workload_hash: str
     text: bytes
 
+    @property
+    def decides(self) -> bool:
+        """Whether it may hold a verdict. Quotes inside of JSON strings are escaped."""
+        return b'"outcome":' in self.text
+
 
 _CRC = re.compile(rb',"crc":(\d+)')
 _WORKLOAD_HASH = re.compile(rb'"workload_hash":"([0-9a-f]+)"}$')
+
+
+def _shared_json(workload: Workload, conditions: Conditions) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "workload": str(workload),
+        "workload_hash": workload.hash(),
+        "structure": workload.to_json(),
+        "host": asdict(conditions.host),
+        "threads": conditions.threads,
+        "toolchain": dict(conditions.toolchain),
+        "kernel_digest": conditions.kernel_digest,
+    }
+
+
+def _line(data: Mapping[str, Any]) -> bytes:
+    line = _canonical({**data, "crc": zlib.crc32(_canonical(data))}) + b"\n"
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"a line of {len(line)} bytes is over 1 MiB")
+    return line
+
+
+def _batch_line(batch: Sequence[Record]) -> bytes:
+    if len(batch) == 1:
+        return batch[0].to_line()
+    shared = _shared_json(batch[0].workload, batch[0].conditions)
+    return _line({**shared, "kind": "batch", "batch": [record.own_json() for record in batch]})
+
+
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Neighbours of one workload under the same conditions."""
+    for _, alike in itertools.groupby(records, key=lambda r: (r.workload, r.conditions)):
+        found = list(alike)
+        for start in range(0, len(found), MAX_BATCH):
+            yield found[start : start + MAX_BATCH]
+
+
+def _once_each(records: Iterable[Record]) -> list[Record]:
+    return list({record.to_line(): record for record in records}.values())
+
+
+def _compacted(site: Sequence[Record]) -> list[Record]:
+    """The newest verdict, the failure and one time of each candidate; what is said once for good, last."""
+    newest: dict[object, Record] = {}
+    times: dict[Candidate, list[Record]] = defaultdict(list)
+    for record in site:
+        if record.times_s:
+            times[record.candidate].append(record)
+        else:
+            key = record.kind == "site", record.error is None, record.candidate
+            newest.pop(key, None)  # so that the order stays that of writing
+            newest[key] = replace(record, error=record.error[:COMPACT_ERROR]) if record.error else record
+    return [_median_of(found) for found in times.values()] + list(newest.values())
+
+
+def _median_of(measurements: Sequence[Record]) -> Record:
+    """One time of a candidate, and one of the default such that their ratio is the median of all ratios."""
+
+    def rounded(seconds: float) -> tuple[float, ...]:
+        return (float(f"{seconds:.{SIGNIFICANT}g}"),)
+
+    seconds = median(t for record in measurements for t in record.times_s)
+    ratios = [t / d for record in measurements for t, d in zip(record.times_s, record.default_s, strict=True) if record.default_s]
+    default_s = rounded(seconds / median(ratios)) if ratios else ()
+    return replace(measurements[-1], times_s=rounded(seconds), default_s=default_s)
 
 
 def _canonical(data: Mapping[str, Any]) -> bytes:
@@ -316,13 +395,46 @@ def _verified(text: bytes) -> tuple[str, bytes]:
 
 
 def _decode(lines: Sequence[_Line], damage: list[Damage]) -> list[Record]:
-    records = []
+    records: list[Record] = []
+    known: dict[str, tuple[Any, Workload]] = {}  # workload_hash -> structure, workload: lines of one workload repeat it
     for line in lines:
         try:
-            records.append(Record.from_json(json.loads(line.text)))
+            records += _records_of(json.loads(line.text), known)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            damage.append(Damage(line.path, line.number, f"skipped: not a record: {error!r}"))
+            found = Damage(line.path, line.number, f"skipped: not a record: {error!r}")
+            damage += [found] if found not in damage else []  # decisions are decoded before the rest, and again with it
     return records
+
+
+def _records_of(data: Mapping[str, Any], known: dict[str, tuple[Any, Workload]]) -> list[Record]:
+    """Raises KeyError, TypeError, AttributeError or ValueError when `data` is not a line of this schema."""
+    structure, workload_hash = data["structure"], data["workload_hash"]
+    if workload_hash not in known or known[workload_hash][0] != structure:
+        workload = Workload.from_json(structure)
+        if workload.hash() != workload_hash:
+            raise ValueError("workload_hash is not that of the structure")
+        known[workload_hash] = structure, workload
+    host = Host(**{**data["host"], "features": tuple(data["host"]["features"])})
+    conditions = Conditions(host, int(data["threads"]), dict(data["toolchain"]), str(data["kernel_digest"]))
+    own = data["batch"] if data["kind"] == "batch" else [data]
+    return [_record_of(record, known[workload_hash][1], conditions) for record in own]
+
+
+def _record_of(data: Mapping[str, Any], workload: Workload, conditions: Conditions) -> Record:
+    kind = data.get("kind", "measurement")
+    if kind not in get_args(Kind):
+        raise ValueError(f"unknown kind {kind!r}")
+    candidate, verdict = Candidate.from_json(data["candidate"]), None
+    if said := data.get("verdict"):
+        if said["outcome"] not in get_args(Outcome):
+            raise ValueError(f"unknown outcome {said['outcome']!r}")
+        low, high = map(float, data["ci"])
+        ratio, noise, pairs = float(said["ratio"]), float(data["aa_noise"]), int(said["pairs"])
+        verdict = Verdict(said["outcome"], candidate, ratio, (low, high), noise, pairs, str(said["why"]))
+    times_s, default_s = (tuple(map(float, data.get(name) or ())) for name in ("times_s", "default_s"))
+    if default_s and len(default_s) != len(times_s):
+        raise ValueError(f"{len(times_s)} times beside {len(default_s)} of the default")
+    return Record(kind, workload, candidate, conditions, times_s, data.get("error"), verdict, default_s)
 
 
 def _compiler(toolchain: Mapping[str, str]) -> tuple[str | None, str | None]:
