@@ -22,6 +22,7 @@ from .kernel.lower import lower_sites
 from .kernel.outputs import outputs_as_parameters, own_outputs
 from .measure.host import host, machine, parse_target, required_features, toolchain
 from .model.load import Loaded, load
+from .predicting import predictor
 from .session import Manifest, Session
 from .values import Machine, Site
 
@@ -50,10 +51,10 @@ def plan_for(target: Any, threads: int | None, fuse: Fuse, logs: str | os.PathLi
     compiled_for = parse_target(target)
     for_machine = machine(compiled_for, threads)
     here = host() if target is None else None
-    log = (Log([logs]) if logs is not None else Log.shipped_and_own()) if here and fuse == "measured" else None
+    log = (Log([logs]) if logs is not None else Log.shipped_and_own()) if fuse == "measured" else None
     if log and log.damage:
         warnings.warn(f"{len(log.damage)} damaged lines of the tuning log are skipped, the first at {log.damage[0]}", stacklevel=3)
-    return Plan(compiled_for, for_machine, Chooser(fuse, for_machine, log, here, toolchain()))
+    return Plan(compiled_for, for_machine, Chooser(fuse, for_machine, log, here, toolchain(), predictor))
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def build(
     shapes    binds free dimensions ({"S": 1}) or whole inputs ({"x": (1, 3, 224, 224)}).
     target    None for this CPU with its features; a dict or tvm Target to compile for another one.
     threads   how many threads one call uses; None for all processors of this process.
-    fuse      "measured" (the log's decisions, else the default), "always" or "never".
+    fuse      "measured" (the log's decisions, else a prediction from them, else the default), "always" or "never".
     logs      folder of tuning records; None for the shipped ones and the user's own.
     dump_ir   folder to which the module is written after each phase.
     Raises    UsageError, ModelError or UnsupportedError, each saying what, where and what to do.

@@ -1,23 +1,29 @@
-"""Which candidate a site gets: forced, measured or the default."""
+"""Which candidate a site gets: forced, measured, predicted or the default."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from . import kernel
-from .decide.log import Log
+from .decide.cost_model import Learned
+from .decide.log import Log, Match
 from .errors import UsageError
 from .values import Candidate, Host, Machine, Source, Workload
 
 Fuse = Literal["measured", "always", "never"]
+PREDICTED_TILES = 24
 FUSE: tuple[Fuse, ...] = ("measured", "always", "never")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate and where it comes from; ratio and interval when it was measured against the default."""
+    """A candidate and where it comes from.
+
+    ratio    to the default's time, as measured (then with its interval) or as predicted.
+    """
 
     candidate: Candidate
     source: Source
@@ -30,7 +36,9 @@ class Chooser:
     """choose(workload) for one build.
 
     fuse  "always": the whole epilogue in registers; "never": all of it apart, on the same tile; "measured": what the log says for this
-          host and toolchain, else the default. `log` and `host` are None when there is nothing to match, as for a foreign target.
+          host and toolchain, else what a model trained on it predicts to be better by more than its error, else the default. `log`
+          is None when nothing is known, `host` when nothing can be matched, as for a foreign target.
+    predict  the trained model, or None when the log holds too little; called once, for the first workload that has no verdict.
     tried  candidates that go before all that, as while a tuned model is compared with its default.
     """
 
@@ -39,6 +47,7 @@ class Chooser:
     log: Log | None = None
     host: Host | None = None
     toolchain: Mapping[str, str] = field(default_factory=dict)
+    predict: Callable[[Log, Machine], Learned | None] = lambda log, machine: None
     tried: Mapping[Workload, Candidate] = field(default_factory=dict)
     _made: dict[Workload, Choice] = field(default_factory=dict)
 
@@ -64,13 +73,33 @@ class Chooser:
             return Choice(default, "forced")
         if self.fuse == "never":
             return Choice(Candidate("separate", 0, default.knobs), "forced")
-        if self.log is None or self.host is None:
-            return Choice(default, "default")
-        match = self.log.best(workload, self.host, self.machine.threads, self.toolchain, kernel.digest(workload, self.machine))
-        if match is None or match.kind != "use":
-            return Choice(default, "default")
+        if (match := self.match(workload)) is None or match.kind != "use":
+            return self._predicted(workload) or Choice(default, "default")
         verdict = match.record.verdict
         assert verdict is not None
         if match.candidate is None:
             return Choice(default, "measured")
         return Choice(match.candidate, "measured", verdict.ratio, verdict.ci)
+
+    def match(self, workload: Workload) -> Match | None:
+        """What the log has on a workload: a verdict to use, or a hint."""
+        if self.log is None or self.host is None:
+            return None
+        return self.log.best(workload, self.host, self.machine.threads, self.toolchain, kernel.digest(workload, self.machine))
+
+    def _predicted(self, workload: Workload) -> Choice | None:
+        candidates = first_tiles(kernel.candidates(workload, self.machine))
+        if len(candidates) < 2 or self._model is None:
+            return None
+        picked = self._model.pick(workload, candidates)
+        return Choice(picked[0], "predicted", picked[1]) if picked else None
+
+    @functools.cached_property
+    def _model(self) -> Learned | None:
+        return self.predict(self.log, self.machine) if self.log else None
+
+
+def first_tiles(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those of the PREDICTED_TILES tiles that the family lists first: a model errs most on tiles that nobody ever liked."""
+    tiles = list(dict.fromkeys(c.knobs for c in candidates))[:PREDICTED_TILES]
+    return [c for c in candidates if c.knobs in tiles]

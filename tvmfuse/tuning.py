@@ -16,19 +16,23 @@ import numpy as np
 
 from . import kernel
 from .building import Plan, Prepared, compile_model, described, plan_for, prepare
-from .choose import Chooser, Fuse
+from .choose import Chooser, Fuse, first_tiles
 from .compare import bound
 from .decide import search, verdict
-from .decide.cost_model import AnalyticPrior, learn
-from .decide.log import Conditions, Log, Record
+from .decide.cost_model import AnalyticPrior, Learned, examples, learn
+from .decide.log import Conditions, Log, Record, is_finished
 from .errors import UsageError
 from .measure.device import LocalDevice
 from .measure.host import host, isa_among, toolchain
-from .values import Candidate, Site, Verdict, Workload
+from .session import Session
+from .values import Candidate, Machine, Outcome, Site, Verdict, Workload
 
 Progress = Callable[[float, str], None]
 EXPECTED_GAIN = 0.05  # of a site's time, before anything is known about it; only ratios between sites matter
-GATE_SHARE = 0.1  # of the budget, kept for the whole-model comparison
+LEAST_GAIN = 0.01  # whatever a model says: it may be wrong
+# Kept of the budget for the whole-model comparison, which compiles every site some three times.
+GATE_SHARE, GATE_SITE_S, MOST_GATE_SHARE = 0.05, 0.3, 0.25
+SLOW_MODEL_S = 20e-3  # a model this slow is timed once a round: an interruption is small beside it
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -38,7 +42,8 @@ class Summary:
 
     sites      all of the model's sites, as a build would now choose them.
     matched    workloads that the log had decided before; results: those measured now; unreached: those that the budget left out.
-    gate       tuned against always or never on the whole model, when a site changed; reverted: sites that it turned back.
+    gate       tuned against always or never, whichever is quicker, on the whole model, when a site changed; reverted: sites that it
+               turned back.
     """
 
     sites: tuple[Site, ...]
@@ -82,49 +87,102 @@ def tune(
 ) -> Summary:
     """Measure every site's candidates within a time budget, the ones with the most expected gain first.
 
-    budget    seconds, or a text such as "90s", "10m", "2h". Measuring a site that was begun may end a little later.
+    budget    seconds, or a text such as "90s", "10m", "2h". What was begun when it ends is kept; the next run goes on there.
     logs      folder of the log that is read and written; None for the user's own, beside the shipped one.
     progress  called with the fraction of the budget that is spent and what is being done.
     Raises    UsageError for a budget that makes no sense, DeviceError when this machine can't measure.
     """
-    budget_s, began = parse_budget(budget), time.monotonic()
-    plan, prepared = plan_for(None, threads, "measured", logs), prepare(model, shapes)
-    log = plan.chooser.log
-    assert log is not None
-    counts = Counter(site.workload for site in prepared.sites)
-    least_s = search.LEAST_SHARE_S / (1 - GATE_SHARE)
-    if budget_s < least_s:
-        raise UsageError(f"a budget of {budget_s:g} s reaches no site; give at least {math.ceil(least_s)} s")
-    log.check_writable(host())
-    open_ = [w for w in counts if len(kernel.candidates(w, plan.machine)) > 1 and plan.chooser.choice(w).source != "measured"]
-    prior = AnalyticPrior(plan.machine)
-    demands = [search.Demand(w, counts[w], EXPECTED_GAIN * prior.seconds(w, kernel.candidates(w, plan.machine)[0])) for w in open_]
-    comparable = (record for record in log.records() if isa_among(record.conditions.host.features) == plan.machine.isa)
-    ranker = learn(comparable, plan.machine, lambda w: kernel.candidates(w, plan.machine)[0]) or prior
+    began = time.monotonic()
+    job = _job(model, shapes, threads, budget, logs)
+    plan, prepared = job.plan, job.prepared
+    job.log.check_writable(host())
 
-    results: list[search.SiteResult] = []
     with LocalDevice(kernel.build_kernel, plan.target, plan.machine, working_set(prepared)) as device:
-        while demands:
-            left = (1 - GATE_SHARE) * budget_s - (time.monotonic() - began)
-            shares = search.plan(demands, left).shares
-            if not shares:
-                break
-            demand, share = shares[0]
-            progress(min(1.0, (time.monotonic() - began) / budget_s), str(demand.workload))
+
+        def tune_one(demand: search.Demand, share: float) -> search.SiteResult:
+            progress(min(1.0, (time.monotonic() - began) / job.budget_s), str(demand.workload))
             candidates, conditions = kernel.candidates(demand.workload, plan.machine), _conditions(demand.workload, plan)
-            results.append(search.tune_site(demand.workload, candidates, device, log, conditions, budget_s=share, rank=ranker.rank))
-            demands.remove(demand)
-    gate, reverted = _gate(prepared, plan, log, results, progress)
+            return search.tune_site(demand.workload, candidates, device, job.log, conditions, budget_s=share, rank=job.rank)
+
+        results, left = search.spend(job.demands, job.sites_s - (time.monotonic() - began), tune_one)
+    gate, reverted = _gate(prepared, plan, job.log, results, progress, began + job.budget_s)
     now = plan_for(None, threads, "measured", logs).chooser
     return Summary(
         sites=tuple(described(site, now) for site in prepared.sites),
-        matched=len(counts) - len(open_),
+        matched=job.matched,
         results=tuple(results),
-        unreached=tuple(demand.workload for demand in demands),
+        unreached=tuple(demand.workload for demand in left),
         gate=gate,
         reverted=tuple(reverted),
         spent_s=time.monotonic() - began,
     )
+
+
+def dry_run(
+    model: Any,
+    shapes: Mapping[str, Any] | None = None,
+    threads: int | None = None,
+    budget: str | float = "10m",
+    logs: str | os.PathLike[str] | None = None,
+) -> search.Plan:
+    """What `tune` with these arguments would do: sites in order with their seconds, and those that it wouldn't reach. Measures nothing."""
+    job = _job(model, shapes, threads, budget, logs)
+    return search.plan(job.demands, job.sites_s)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What there is to tune, and in which order. sites_s: the part of the budget that sites may use, the whole-model comparison's apart."""
+
+    plan: Plan
+    prepared: Prepared
+    log: Log
+    budget_s: float
+    sites_s: float
+    demands: list[search.Demand]
+    matched: int
+    rank: Callable[[Workload, Sequence[Candidate]], Sequence[Candidate]]
+
+
+def _job(
+    model: Any, shapes: Mapping[str, Any] | None, threads: int | None, budget: str | float, logs: str | os.PathLike[str] | None
+) -> _Job:
+    budget_s = parse_budget(budget)
+    plan, prepared = plan_for(None, threads, "measured", logs), prepare(model, shapes)
+    log = plan.chooser.log
+    assert log is not None
+    counts = Counter(site.workload for site in prepared.sites)
+    sites_s = budget_s - min(GATE_SHARE * budget_s + GATE_SITE_S * len(counts), MOST_GATE_SHARE * budget_s)
+    if sites_s < search.LEAST_SHARE_S:
+        raise UsageError(f"a budget of {budget_s:g} s reaches no site; give at least {math.ceil(least_budget_s(len(counts)))} s")
+    ranker = _ranker(log, plan.machine)
+    demands = []
+    for workload, count in counts.items():
+        candidates, history = kernel.candidates(workload, plan.machine), log.history(workload, _conditions(workload, plan))
+        if len(candidates) > 1 and not is_finished(history):
+            noisy = sum(record.verdict is not None and record.verdict.outcome == "too noisy" for record in history)
+            demands.append(search.Demand(workload, count, _expected_gain_s(workload, candidates, plan.machine, ranker) / (1 + noisy)))
+    matched = sum(len(kernel.candidates(w, plan.machine)) > 1 for w in counts) - len(demands)
+    return _Job(plan, prepared, log, budget_s, sites_s, demands, matched, ranker.rank)
+
+
+def least_budget_s(workloads: int) -> float:
+    """The least that reaches a site of a model with so many workloads."""
+    least = (search.LEAST_SHARE_S + GATE_SITE_S * workloads) / (1 - GATE_SHARE)
+    return min(least, search.LEAST_SHARE_S / (1 - MOST_GATE_SHARE))
+
+
+def _ranker(log: Log, machine: Machine) -> AnalyticPrior | Learned:
+    comparable = (record for record in log.records() if isa_among(record.conditions.host.features) == machine.isa)
+    return learn(examples(comparable, machine), machine) or AnalyticPrior(machine)
+
+
+def _expected_gain_s(workload: Workload, candidates: Sequence[Candidate], machine: Machine, ranker: AnalyticPrior | Learned) -> float:
+    """Seconds of one run of a site: what it takes by the analytic prior, times what a trained model hopes for."""
+    gain = EXPECTED_GAIN
+    if isinstance(ranker, Learned):
+        gain = max(LEAST_GAIN, -math.expm1(min(ranker.log_ratios(workload, first_tiles(candidates)))))
+    return gain * AnalyticPrior(machine).seconds(workload, candidates[0])
 
 
 def parse_budget(budget: str | float) -> float:
@@ -155,30 +213,34 @@ def _outcome(result: search.SiteResult) -> str:
 
 
 def _gate(
-    prepared: Prepared, plan: Plan, log: Log, results: Sequence[search.SiteResult], progress: Progress
+    prepared: Prepared, plan: Plan, log: Log, results: Sequence[search.SiteResult], progress: Progress, deadline: float
 ) -> tuple[Verdict | None, list[Workload]]:
-    """The whole model, tuned against always (every default) and never: while tuned is slower, the site that gained least goes back."""
+    """The whole model, tuned against always (every default) and never: while tuned is slower, the site that gained least goes back.
+
+    Sites that were decided before count with what they were decided to be; only this run's go back. After `deadline`, by the monotonic
+    clock, all of them do at once.
+    """
+    before = Chooser("measured", plan.machine, log, host(), toolchain())
     won = {result.workload: result.verdict for result in results if result.verdict}
+    chosen = {site.workload: before(site.workload) for site in prepared.sites if before.choice(site.workload).source == "measured"}
     reverted: list[Workload] = []
     said: Verdict | None = None
-    rivals: tuple[Fuse, ...] = ("always", "never")
+    rivals: dict[Fuse, Session] = {}
     while won:
         progress(1.0, f"whole model, {len(won)} sites tuned")
-        chosen = {workload: v.candidate for workload, v in won.items()}
-        for against in rivals:
-            said = compare_whole(prepared, plan, chosen, against)
-            if is_slower(said):
-                break
-        assert said is not None
+        if not rivals:
+            rivals = {fuse: compile_model(prepared, plan, Chooser(fuse, plan.machine)) for fuse in ("always", "never")}
+        tuned = compile_model(prepared, plan, Chooser("always", plan.machine, tried=chosen))
+        said = compare_whole(tuned, rivals, deadline - time.monotonic(), kernel.candidates(prepared.sites[0].workload, plan.machine)[0])
         if not is_slower(said):
             break
-        weakest = max(won, key=lambda w: won[w].ratio)
-        overruled = Verdict(
-            "keeps default", won[weakest].candidate, said.ratio, said.ci, said.aa_noise, said.pairs, "the whole model got slower"
-        )
-        log.append(Record.of(weakest, overruled, _conditions(weakest, plan), kind="model_gate"))
-        reverted.append(weakest)
-        del won[weakest]
+        weakest_first = sorted(won, key=lambda w: won[w].ratio, reverse=True)
+        for workload in weakest_first[:1] if time.monotonic() < deadline else weakest_first:
+            why = "the whole model got slower"
+            overruled = Verdict("keeps default", won[workload].candidate, said.ratio, said.ci, said.aa_noise, said.pairs, why)
+            log.append(Record.of(workload, overruled, _conditions(workload, plan), kind="model_gate"))
+            reverted.append(workload)
+            del won[workload], chosen[workload]
     return said, reverted
 
 
@@ -187,28 +249,35 @@ def is_slower(whole: Verdict) -> bool:
     return whole.ci[0] > 1 + max(verdict.MIN_MARGIN, verdict.MARGIN_PER_NOISE * whole.aa_noise)
 
 
-def compare_whole(prepared: Prepared, plan: Plan, chosen: Mapping[Workload, Candidate], against: Fuse) -> Verdict:
-    """The model with some candidates chosen, against always or never: randomised pairs with an A/A control, in this process."""
-    default = compile_model(prepared, plan, Chooser(against, plan.machine))
-    tuned = compile_model(prepared, plan, Chooser("always", plan.machine, tried=chosen))
+def compare_whole(tuned: Session, rivals: Mapping[Fuse, Session], seconds: float, default: Candidate) -> Verdict:
+    """The tuned model against the rival that is hardest on it: randomised rounds with an A/A control of the first, in this process.
+
+    seconds  after which no more rounds are taken than the next look needs.
+    """
     rng = np.random.default_rng(0)
-    feeds = {i.name: rng.standard_normal(i.shape).astype(i.dtype) for i in default.get_inputs()}
-    calls = [bound(session, feeds).call for session in (default, default, tuned)]
-    repeats = max(1, round(2e-3 / _seconds(calls[0], 1)))
-    order = random.Random(0)
-    ratios: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(verdict.LOOKS[-1]):
-        for other in ratios:
-            pair = [0, other]
-            order.shuffle(pair)
-            taken = {which: min(_seconds(calls[which], repeats) for _ in range(2)) for which in pair}
-            ratios[other].append(math.log(taken[other] / taken[0]))
-    low, high = (sorted(ratios[2])[rank - 1] for rank in verdict.RANKS[verdict.LOOKS[-1]])
-    noise = abs(float(np.median(ratios[1])))
-    outcome = "wins" if high < 0 else "undecided"
-    interval = (math.exp(low), math.exp(high))
-    candidate = kernel.candidates(prepared.sites[0].workload, plan.machine)[0]
-    return Verdict(outcome, candidate, math.exp(float(np.median(ratios[2]))), interval, noise, len(ratios[2]), "whole model")  # type: ignore[arg-type]
+    feeds = {i.name: rng.standard_normal(i.shape).astype(i.dtype) for i in tuned.get_inputs()}
+    first = next(iter(rivals.values()))
+    calls = [bound(session, feeds).call for session in (tuned, first, first, *list(rivals.values())[1:])]
+    for call in calls:
+        call()
+    once_s = _seconds(calls[0], 1)
+    repeats, tries = max(1, round(2e-3 / once_s)), 2 if once_s < SLOW_MODEL_S else 1
+    order, end = random.Random(0), time.monotonic() + seconds
+    rounds: list[list[float]] = []
+    while len(rounds) < verdict.LOOKS[-1] and not (len(rounds) in verdict.LOOKS and time.monotonic() > end):
+        slots = order.sample(range(len(calls)), len(calls))
+        taken = {slot: math.log(min(_seconds(calls[slot], repeats) for _ in range(tries))) for slot in slots}
+        rounds.append([taken[slot] for slot in range(len(calls))])
+    log_s = np.array(rounds)
+    noise = abs(float(np.median(log_s[:, 2] - log_s[:, 1])))
+    found = []
+    for slot, name in zip((1, *range(3, len(calls))), rivals, strict=True):
+        ratios = sorted(log_s[:, 0] - log_s[:, slot])
+        low, high = (ratios[rank - 1] for rank in verdict.RANKS[len(ratios)])
+        outcome: Outcome = "wins" if high < 0 else "undecided"
+        interval, why = (math.exp(low), math.exp(high)), f"whole model against {name}"
+        found.append(Verdict(outcome, default, math.exp(float(np.median(ratios))), interval, noise, len(ratios), why))
+    return max(found, key=lambda said: said.ratio)
 
 
 def _seconds(call: Callable[[], object], repeats: int) -> float:

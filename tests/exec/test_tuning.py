@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -14,7 +16,7 @@ from onnx import TensorProto, helper
 import tvmfuse
 from tvmfuse import building, kernel, tuning
 from tvmfuse.choose import Chooser
-from tvmfuse.decide.log import Conditions, Log, Record
+from tvmfuse.decide.log import Conditions, Log, Record, is_finished
 from tvmfuse.decide.search import SiteResult
 from tvmfuse.errors import UsageError
 from tvmfuse.measure.host import host, toolchain
@@ -66,7 +68,7 @@ def test_budget_that_makes_no_sense(text: str) -> None:
 
 def test_tuned_model_is_replayed_by_build_with_the_same_bits(model: onnx.ModelProto, tmp_path: Path) -> None:
     seen: list[float] = []
-    summary = tvmfuse.tune(model, threads=1, budget="20s", logs=tmp_path, progress=lambda done, doing: seen.append(done))
+    summary = tvmfuse.tune(model, threads=1, budget="15s", logs=tmp_path, progress=lambda done, doing: seen.append(done))
     assert len(summary.sites) == 2 and len(summary.results) + len(summary.unreached) == 2 and summary.matched == 0
     assert summary.results and seen and all(0 <= done <= 1 for done in seen)
     assert {summary.outcome(w) for w in summary.unreached} <= {"not reached"}
@@ -75,13 +77,16 @@ def test_tuned_model_is_replayed_by_build_with_the_same_bits(model: onnx.ModelPr
     x = np.random.default_rng(1).standard_normal((40, 64), np.float32)
     always = tvmfuse.build(model, threads=1, fuse="always")
     assert session.run(None, {"x": x})[0].tobytes() == always.run(None, {"x": x})[0].tobytes()
-    decisions = [result for result in summary.results if result.verdicts]
-    again = tvmfuse.tune(model, threads=1, budget="9s", logs=tmp_path)
-    assert again.matched == len([r for r in decisions if not r.too_noisy]), "what is decided isn't measured again"
+    log, plan = Log([tmp_path]), building.plan_for(None, 1, "measured", tmp_path)
+    workloads = {site.workload for site in summary.sites}
+    finished = [w for w in workloads if is_finished(log.history(w, tuning._conditions(w, plan)))]
+    ahead = tuning.dry_run(model, threads=1, budget="9s", logs=tmp_path)
+    left = {demand.workload for demand in (*(d for d, _ in ahead.shares), *ahead.unreached)}
+    assert left == workloads - set(finished), "what is finished isn't measured again"
 
 
 def test_budget_that_reaches_no_site_is_refused(model: onnx.ModelProto, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a budget of 5 s reaches no site; give at least 9 s"):
+    with pytest.raises(UsageError, match="a budget of 5 s reaches no site; give at least 6 s"):
         tvmfuse.tune(model, threads=1, budget="5s", logs=tmp_path)
 
 
@@ -110,7 +115,7 @@ def test_ranking_learns_from_records_of_this_instruction_set_alone(
     tile = kernel.candidates(workload, plan.machine)[1]
     other = dataclasses.replace(host(), vendor="Narrow", features=("sse2",))
     Log([tmp_path]).append(decided(workload, tile, plan), decided(workload, tile, plan, host=other))
-    monkeypatch.setattr(tuning, "learn", learn)
+    monkeypatch.setattr(tuning, "examples", learn)
     with pytest.raises(Stop):
         tvmfuse.tune(model, threads=1, budget="10s", logs=tmp_path)
 
@@ -142,8 +147,9 @@ def test_build_does_not_take_a_record_made_under_other_conditions(
     assert chooser.choice(workload).source == "default"
 
 
-def test_gate_turns_back_the_weakest_site_until_the_model_is_not_slower(
-    model: onnx.ModelProto, plan: building.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("deadline", [math.inf, 0.0])
+def test_gate_turns_back_the_weakest_site_until_the_model_is_not_slower_and_all_when_time_is_over(
+    model: onnx.ModelProto, plan: building.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline: float
 ) -> None:
     prepared = building.prepare(model)
     log = Log([tmp_path])
@@ -152,17 +158,32 @@ def test_gate_turns_back_the_weakest_site_until_the_model_is_not_slower(
         default, *others = kernel.candidates(site.workload, plan.machine)
         won = Verdict("wins", others[0], ratio, (ratio - 0.01, ratio + 0.01), 0.001, 15, "for this test")
         results.append(SiteResult(site.workload, default, others[0], (won,), (), 0, 1.0))
-    tuned: list[tuple[int, str]] = []
+    tuned: list[int] = []
 
-    def whole(_prepared: object, _plan: object, chosen: dict[Workload, Candidate], against: str) -> Verdict:
-        tuned.append((len(chosen), against))
-        ratio = 1.2 if len(chosen) == 2 and against == "never" else 0.95
-        return Verdict("undecided", results[0].choice, ratio, (ratio - 0.02, ratio + 0.02), 0.001, 60, "whole model")
+    def whole(session: tvmfuse.Session, rivals: dict, seconds: float, default: Candidate) -> Verdict:
+        assert list(rivals) == ["always", "never"]
+        tuned.append(sum(site.source == "measured" for site in session.sites))
+        ratio = 1.2 if tuned[-1] == 2 else 0.95
+        return Verdict("undecided", default, ratio, (ratio - 0.02, ratio + 0.02), 0.001, 60, "whole model against never")
 
     monkeypatch.setattr(tuning, "compare_whole", whole)
-    gate, reverted = tuning._gate(prepared, plan, log, results, lambda done, doing: None)
-    assert tuned == [(2, "always"), (2, "never"), (1, "always"), (1, "never")]
-    assert gate is not None and gate.ratio == 0.95
-    assert reverted == [prepared.sites[1].workload]
-    (record,) = Log([tmp_path]).records()
-    assert (record.kind, record.workload) == ("model_gate", prepared.sites[1].workload)
+    log.append(*(Record.of(r.workload, v, tuning._conditions(r.workload, plan)) for r in results for v in r.verdicts))
+    gate, reverted = tuning._gate(prepared, plan, log, results, lambda done, doing: None, deadline)
+    assert tuned == [2, 1] if deadline else [2]
+    assert gate is not None and gate.ratio == (0.95 if deadline else 1.2)
+    assert reverted == [site.workload for site in reversed(prepared.sites)][: 1 if deadline else 2]
+    assert [r.workload for r in Log([tmp_path]).records() if r.kind == "model_gate"] == reverted
+    again = Chooser("measured", plan.machine, Log([tmp_path]), host(), toolchain())
+    assert [again.choice(site.workload).candidate.placement for site in prepared.sites] == ["tile" if deadline else "register", "register"]
+
+
+def test_whole_model_is_compared_with_the_rival_that_is_hardest_on_it(
+    model: onnx.ModelProto, plan: building.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = [building.compile_model(building.prepare(model), plan, Chooser("always", plan.machine)) for _ in range(3)]
+    cost = dict(zip(map(id, sessions), (1.0, 0.9, 1.25), strict=True))
+    monkeypatch.setattr(tuning, "bound", lambda session, feeds: SimpleNamespace(call=lambda: cost[id(session)]))
+    monkeypatch.setattr(tuning, "_seconds", lambda call, repeats: call())
+    found = tuning.compare_whole(sessions[0], {"always": sessions[1], "never": sessions[2]}, 0.0, Candidate("register", 0))
+    assert found.ratio == pytest.approx(1 / 0.9) and found.why == "whole model against always" and found.aa_noise == 0
+    assert found.pairs == 15, "without time it is the fewest that a look allows"

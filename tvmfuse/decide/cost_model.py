@@ -1,6 +1,6 @@
 """Predicting candidates before they are measured: an analytic prior, and a model learned from the tuning log.
 
-Both only order candidates. A prediction never outranks a verdict.
+Both order candidates for the tuner; the learned one also picks for a build that has no verdict. A prediction never outranks a verdict.
 
 Sources   the roofline, Williams et al., CACM 2009; learning ln of relative time with gradient-boosted trees: Chen et al.,
           "Learning to optimize tensor programs", NeurIPS 2018.
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Protocol
 
@@ -26,6 +26,10 @@ BYTES_PER_S = (200e9, 116e9, 95e9, 27e9)  # read from L1, L2, L3, memory by one 
 LAUNCH_S = 0.1e-6  # one more packed call
 SPILL = 1.2  # one spilled accumulator costs 20 % of a register tile's speed
 MIN_MEASURED = 50  # fewer candidates than this say less than the prior
+MIN_SITES = 20  # fewer workloads than this say nothing about another one
+FOLDS = 4
+PARAMETERS = {"objective": "reg:squarederror", "max_depth": 6, "eta": 0.1, "tree_method": "hist", "seed": 0, "nthread": 1, "verbosity": 0}
+ROUNDS = 150
 # Vector instructions for one op on one vector: divisions and roots by their throughput, the rest by the length of their polynomial.
 OP_COST = {
     "div": 8, "sqrt": 9, "pow": 40, "exp": 14, "log": 18, "sigmoid": 24, "tanh": 20, "erf": 22, "softplus": 34, "leaky_relu": 2, "clip": 2,
@@ -41,14 +45,16 @@ class Ranker(Protocol):
 def features(workload: Workload, candidate: Candidate, machine: Machine) -> dict[str, float]:
     """What a prediction may depend on; the same names in the same order for every workload and candidate.
 
-    Units    flop and bytes as natural logarithms, costs in vector instructions an element, sizes in elements, waste as padded / useful.
+    Units    flop and bytes as natural logarithms, costs in vector instructions an element, sizes in elements, waste as padded / useful,
+             tails as the share of a tile that its last row or column of tiles fills, 0 when it is whole.
     """
+    return _site_features(workload, machine) | _candidate_features(workload, candidate, machine)
+
+
+def _site_features(workload: Workload, machine: Machine) -> dict[str, float]:
     anchor, steps, lanes = workload.anchor, workload.epilogue.steps, machine.isa.lanes(workload.anchor.dtype)
-    knobs = dict(candidate.knobs)
     moved, elements = workload.bytes_moved(), math.prod(anchor.output_shape())
-    rows, columns = _tile(knobs)
-    vectors = -(-columns // lanes)
-    costs = [OP_COST.get(step.op, 1) for step in steps]
+    rows, columns = _extents(workload)
     found: dict[str, float] = {
         "ln_flop": math.log1p(anchor.flop()),
         "ln_bytes": math.log1p(moved),
@@ -57,22 +63,47 @@ def features(workload: Workload, candidate: Candidate, machine: Machine) -> dict
         "ln_output_per_l1": math.log((4 * elements + 1) / machine.l1),
         "ln_output_per_l2": math.log((4 * elements + 1) / machine.l2),
         "ln_bytes_per_l3": math.log((moved + 1) / machine.l3),
+        "extent_rows": rows,
+        "extent_columns": columns,
         "lanes": lanes,
         "threads": machine.threads,
         "steps": len(steps),
+        "waste": -(-columns // lanes) * lanes / columns if columns else 1.0,
+    }
+    return found | {f"family_{f}": float(workload.family == f) for f in FAMILIES}
+
+
+def _candidate_features(workload: Workload, candidate: Candidate, machine: Machine) -> dict[str, float]:
+    knobs, lanes = dict(candidate.knobs), machine.isa.lanes(workload.anchor.dtype)
+    costs = [OP_COST.get(step.op, 1) for step in workload.epilogue.steps]
+    rows, columns = _tile(knobs)
+    vectors = -(-columns // lanes)
+    of_rows, of_columns = _extents(workload)
+    return {
         "cut": candidate.cut,
         "cost_in_loop": sum(costs[: candidate.cut]),
         "cost_apart": sum(costs[candidate.cut :]),
         "rows": rows,
         "columns": columns,
         "registers": (rows * vectors + vectors + 1) / machine.isa.registers,
-        "waste": _waste(workload, lanes),
+        "starved": _starved(rows, vectors),
+        "tail_rows": of_rows % rows / rows,
+        "tail_columns": of_columns % columns / columns,
         "unroll": _number(knobs.get("ku", 1)),
         "split": _number(knobs.get("threads", 1)),
+        "inline": float(knobs.get("pad") == "inline"),
+        **{f"placement_{p}": float(candidate.placement == p) for p in PLACEMENTS},
     }
-    found |= {f"placement_{p}": float(candidate.placement == p) for p in PLACEMENTS}
-    found |= {f"family_{f}": float(workload.family == f) for f in FAMILIES}
-    return found
+
+
+def _rows_of(workload: Workload, candidates: Sequence[Candidate], machine: Machine) -> list[list[float]]:
+    site = list(_site_features(workload, machine).values())
+    return [site + list(_candidate_features(workload, candidate, machine).values()) for candidate in candidates]
+
+
+def _starved(rows: float, vectors: float) -> float:
+    """Loads and FMAs go two a cycle each, and an accumulator waits 4 cycles for its last FMA: how much slower a tile is for it."""
+    return max(1.0, 4.0 * FMA_PORTS / max(1.0, rows * vectors), 1 / max(1.0, rows) + 1 / max(1.0, vectors))
 
 
 def _number(knob: int | str) -> int:
@@ -82,14 +113,15 @@ def _number(knob: int | str) -> int:
 def _tile(knobs: dict[str, int | str]) -> tuple[int, int]:
     """Rows and columns of the register tile; a convolution's rows are th x tw output pixels."""
     rows = math.prod(_number(knobs[name]) for name in ("mr", "th", "tw") if name in knobs)
-    return rows, _number(knobs.get("nr", 1))
+    return max(1, rows), max(1, _number(knobs.get("nr", 1)))
 
 
-def _waste(workload: Workload, lanes: int) -> float:
-    """Lanes computed for each one that is needed: the last tile of a row is as narrow as it can be, in whole vectors."""
+def _extents(workload: Workload) -> tuple[int, int]:
+    """How many rows and columns there are to tile: of a matrix, or of an image's row and its channels; 0 where nothing is tiled."""
     anchor = workload.anchor
-    columns = anchor.n if isinstance(anchor, Matmul) else anchor.co if isinstance(anchor, Conv2d | Conv2dTranspose) else 0
-    return -(-columns // lanes) * lanes / columns if columns else 1.0
+    if isinstance(anchor, Matmul):
+        return anchor.m, anchor.n
+    return (anchor.ow, anchor.co) if isinstance(anchor, Conv2d | Conv2dTranspose) else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -102,11 +134,8 @@ class AnalyticPrior:
         f = features(workload, candidate, self.machine)
         elements, split = math.prod(workload.anchor.output_shape()), max(1.0, f["split"])
         per_s = FMA_PORTS * f["lanes"] * CORE_HZ * split
-        # Loads and FMAs go two a cycle each, and an accumulator waits 4 cycles for its last FMA.
-        accumulators = max(1.0, f["rows"] * -(-f["columns"] // f["lanes"]))
-        starved = max(1.0, 4.0 * FMA_PORTS / accumulators, 1 / max(1.0, f["rows"]) + 1 / max(1.0, f["columns"] / f["lanes"]))
         spilled = SPILL if f["registers"] > 1 else 1.0
-        compute = workload.anchor.flop() / 2 * f["waste"] * starved * spilled / per_s
+        compute = workload.anchor.flop() / 2 * f["waste"] * f["starved"] * spilled / per_s
         epilogue = (f["cost_in_loop"] + f["cost_apart"]) * elements / per_s
         stored = 4 * elements
         traffic, launches = 0.0, 1
@@ -127,17 +156,21 @@ class AnalyticPrior:
 
 
 @dataclass(frozen=True)
-class LearnedRanker:
-    """Gradient-boosted trees that predict ln(time / default's time) from `features`."""
+class Learned:
+    """Gradient-boosted trees that predict from `features` how a candidate's ln time differs from its site's median.
+
+    error   of a predicted ln ratio to the default, for the candidate that looks best on a site outside of the training (root of the
+            mean square); infinite when there were too few sites to tell.
+    """
 
     machine: Machine
     booster: Any
+    error: float = math.inf
 
     def log_ratios(self, workload: Workload, candidates: Sequence[Candidate]) -> list[float]:
-        import xgboost
-
-        rows = np.array([list(features(workload, c, self.machine).values()) for c in candidates], "float32")
-        return [float(x) for x in self.booster.predict(xgboost.DMatrix(rows, nthread=1))]
+        """Of each candidate's time to that of the first, the default."""
+        predicted = _predict(self.booster, _rows_of(workload, candidates, self.machine))
+        return [float(x) for x in predicted - predicted[0]]
 
     def rank(self, workload: Workload, candidates: Sequence[Candidate]) -> list[Candidate]:
         if not candidates:
@@ -145,37 +178,96 @@ class LearnedRanker:
         predicted = self.log_ratios(workload, candidates)
         return [candidates[i] for i in sorted(range(len(candidates)), key=predicted.__getitem__)]
 
+    def pick(self, workload: Workload, candidates: Sequence[Candidate]) -> tuple[Candidate, float] | None:
+        """The candidate that looks best and its predicted ratio to the default, candidates[0].
 
-def learn(records: Iterable[Record], machine: Machine, default_of: Callable[[Workload], Candidate]) -> LearnedRanker | None:
-    """Train on what was measured under this ISA, or None when that is fewer than MIN_MEASURED candidates beside their defaults.
+        None when it is the default, or when it promises less than this model is usually wrong by.
+        """
+        predicted = self.log_ratios(workload, candidates)
+        best = min(range(len(candidates)), key=predicted.__getitem__)
+        return (candidates[best], math.exp(predicted[best])) if best and predicted[best] < -self.error else None
 
-    records      of any host: the caller leaves out those of another ISA; their cache sizes and threads are taken from the records.
-    default_of   each workload's default, whose own measurement under the same conditions is the unit of time.
-    The same records give the same ranker: one thread, a fixed seed, nothing sampled.
+
+@dataclass(frozen=True)
+class Examples:
+    """What was measured of one site under one set of conditions: ln(time / default's time) of each candidate."""
+
+    workload: Workload
+    machine: Machine
+    log_ratios: Mapping[Candidate, float]
+
+
+def examples(records: Iterable[Record], machine: Machine) -> list[Examples]:
+    """Measured sites, in the order of the records.
+
+    records   of any host with this ISA: the caller leaves out others; cache sizes and threads are taken from the records.
     """
-    times: dict[tuple[object, ...], dict[Candidate, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[tuple[object, ...], dict[Candidate, list[float]]] = defaultdict(lambda: defaultdict(list))
     conditions_of: dict[tuple[object, ...], tuple[Workload, Conditions]] = {}
     for record in records:
-        if record.kind == "measurement" and record.times_s:
-            there = record.conditions
-            site: tuple[object, ...] = record.workload, there.host.key, there.threads, there.kernel_digest
-            times[site][record.candidate].append(min(record.times_s))
-            conditions_of[site] = record.workload, there
-    rows, targets = [], []
-    for site, measured in times.items():
+        there = record.conditions
+        site: tuple[object, ...] = record.workload, there.host.key, there.threads, there.kernel_digest
+        if record.default_s:
+            ratios = (math.log(t / d) for t, d in zip(record.times_s, record.default_s, strict=True))
+            found[site][record.candidate].append(median(ratios))
+        elif record.kind == "site" or record.times_s:  # of the default: nothing else is timed without it
+            found[site][record.candidate].append(0.0)
+        conditions_of[site] = record.workload, there
+    sites = []
+    for site, ratios_of in found.items():
         workload, there = conditions_of[site]
-        default = default_of(workload)
-        if default not in measured:
-            continue
         measured_on = Machine(machine.isa, there.host.l1, there.host.l2, there.host.l3, there.threads)
-        unit = median(measured[default])
-        for candidate, seconds in measured.items():
-            rows.append(list(features(workload, candidate, measured_on).values()))
-            targets.append(math.log(median(seconds) / unit))
-    if len(rows) < MIN_MEASURED:
+        sites.append(Examples(workload, measured_on, {c: median(ratios) for c, ratios in ratios_of.items()}))
+    return sites
+
+
+def learn(sites: Sequence[Examples], machine: Machine) -> Learned | None:
+    """Train on measured sites, or None when they come to fewer than MIN_MEASURED candidates.
+
+    The same sites give the same model: one thread, a fixed seed, nothing sampled.
+    """
+    if sum(len(site.log_ratios) for site in sites) < MIN_MEASURED:
         return None
+    return Learned(machine, _train(sites))
+
+
+def learn_with_error(sites: Sequence[Examples], machine: Machine) -> Learned | None:
+    """As `learn`, with the error estimated on sites that a model of the others has not seen. None also below MIN_SITES workloads."""
+    if len({site.workload for site in sites}) < MIN_SITES or (learned := learn(sites, machine)) is None:
+        return None
+    off: list[float] = []
+    for fold in range(FOLDS):
+        inside = [site for site in sites if _fold(site.workload) != fold]
+        outside = [site for site in sites if _fold(site.workload) == fold]
+        if not inside or not outside:
+            continue
+        model = Learned(machine, _train(inside))
+        for site in outside:
+            measured = list(site.log_ratios)
+            predicted = dict(zip(measured, model.log_ratios(site.workload, measured), strict=True))
+            best = min(predicted, key=predicted.__getitem__)
+            off.append(site.log_ratios[best] - predicted[best])
+    return replace(learned, error=math.sqrt(sum(x * x for x in off) / len(off)) if off else math.inf)
+
+
+def _fold(workload: Workload) -> int:
+    return int(workload.hash(), 16) % FOLDS
+
+
+def _train(sites: Sequence[Examples]) -> Any:
     import xgboost
 
+    rows: list[list[float]] = []
+    targets: list[float] = []
+    for site in sites:
+        rows += _rows_of(site.workload, list(site.log_ratios), site.machine)
+        middle = median(site.log_ratios.values())
+        targets += [x - middle for x in site.log_ratios.values()]
     data = xgboost.DMatrix(np.array(rows, "float32"), np.array(targets, "float32"), nthread=1)
-    parameters = {"objective": "reg:squarederror", "max_depth": 5, "eta": 0.1, "seed": 0, "nthread": 1, "verbosity": 0}
-    return LearnedRanker(machine, xgboost.train(parameters, data, num_boost_round=150))
+    return xgboost.train(PARAMETERS, data, num_boost_round=ROUNDS)
+
+
+def _predict(booster: Any, rows: Sequence[Sequence[float]]) -> np.ndarray:
+    import xgboost
+
+    return booster.predict(xgboost.DMatrix(np.array(rows, "float32"), nthread=1))

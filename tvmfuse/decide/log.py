@@ -39,7 +39,7 @@ MAX_BATCH = 128  # records a line: failures, of 2000 characters each, stay below
 SIGNIFICANT = 4  # digits of a compacted time: clocks and machines are not better than that
 COMPACT_ERROR = 200  # characters: the rest is TVM's stack trace
 LOCK_TIMEOUT_S = 30.0
-Kind = Literal["measurement", "verdict", "model_gate", "site"]
+Kind = Literal["screening", "measurement", "verdict", "model_gate", "site"]
 DECIDED = ("wins", "keeps default", "undecided")  # "too noisy" and "failed" decide nothing
 
 
@@ -57,10 +57,11 @@ class Conditions:
 class Record:
     """One line of the log.
 
-    times_s    of a measurement, in the order taken; default_s: the default's beside them, see `Measurement`.
+    times_s    of a screening or a measurement, in the order taken; default_s: the default's beside them, see `Measurement`.
     verdict    with ci and aa_noise, of a verdict or a model gate; error of a failure.
-    A "model_gate" record is a verdict on a site's choice that the whole-model comparison overruled; a "site" record, with the control as
-    the verdict on the default itself, says that the site was tuned to its end.
+    Screenings are quick samples, measurements pairs in fresh processes. A "model_gate" record is a verdict on a site's choice that the
+    whole-model comparison overruled; a "site" record, with the control as the verdict on the default itself, says that the site was
+    tuned to its end.
     """
 
     kind: Kind
@@ -77,7 +78,7 @@ class Record:
         if isinstance(found, Verdict):
             error = found.why if found.outcome == "failed" else None
             return Record(kind or "verdict", workload, found.candidate, conditions, error=error, verdict=found)
-        return Record("measurement", workload, found.candidate, conditions, found.times_s, found.error, default_s=found.default_s)
+        return Record(kind or "measurement", workload, found.candidate, conditions, found.times_s, found.error, default_s=found.default_s)
 
     def to_json(self) -> dict[str, Any]:
         own = {"aa_noise": None, "ci": None, "verdict": None, "times_s": [], "error": None, **self.own_json()}
@@ -351,7 +352,7 @@ def _median_of(measurements: Sequence[Record]) -> Record:
     seconds = median(t for record in measurements for t in record.times_s)
     ratios = [t / d for record in measurements for t, d in zip(record.times_s, record.default_s, strict=True) if record.default_s]
     default_s = rounded(seconds / median(ratios)) if ratios else ()
-    return replace(measurements[-1], times_s=rounded(seconds), default_s=default_s)
+    return replace(measurements[-1], kind="measurement", times_s=rounded(seconds), default_s=default_s)
 
 
 def _canonical(data: Mapping[str, Any]) -> bytes:

@@ -8,28 +8,34 @@ Sources   screening by successive halving: Jamieson and Talwalkar, AISTATS 2016;
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
 
 from ..errors import DeviceError
 from ..values import Candidate, Measurement, Verdict, Workload
 from . import verdict as rule
-from .log import Conditions, Log, Record
+from .log import DECIDED, Conditions, Kind, Log, Record
 
 BATCH = 16  # candidates checked and screened before the budget is looked at again
-SCREEN_SHARE = 0.5  # of a site's budget; the rest confirms
+EXPLORED = 3  # of a batch, drawn from those that the ranking likes least: a ranker that is wrong must be able to notice
+TILES_SHARE = 0.35  # of a site's budget goes to its tiles ...
+SCREEN_SHARE = 0.55  # ... and so much at most to all screening; the rest confirms
 SCREEN_ROUNDS = 3  # each on half of what is left, so that the promising are timed three times
-KEPT = 3  # finalists of each placement and cut
+TILES_KEPT = 4  # the best tiles, and the default's, are tried with every placement and cut
+KEPT = 3  # finalists of each placement and cut:
+NEAR = 1.10  # the best, and others that are at most a tenth behind the quickest of all
 CONFIRMED_TOGETHER = 8  # finalists that share a process and its control
 PROCESSES_PER_LOOK = 3
-LEAST_SHARE_S = 8.0  # less doesn't pay for the processes that a site's first look starts
+PROCESS_S = 1.0  # what a fresh process takes, until one was seen
+LEAST_SHARE_S = 5.0  # less doesn't pay for the processes that a site's first look starts
 
 
 class Process(Protocol):
@@ -97,14 +103,17 @@ def tune_site(
 ) -> SiteResult:
     """Measure a site's candidates against its default, candidates[0], and decide.
 
-    Every measurement, failure and verdict is in the log before the next one is taken. A candidate that failed under the same
-    conditions is not tried again. When the budget ends, what has no verdict keeps the default.
+    Tiles are screened first, each with the first candidate that the family lists for it; the best of them then with every placement and
+    cut. Which tile is best hardly depends on where the epilogue is, so that the space need not be their product.
+    Every measurement, failure and verdict is in the log before the next one is taken, and what the log has of this site under the same
+    conditions counts: candidates that failed are not tried again, samples and pairs are not taken twice. When the budget ends, what has
+    no verdict keeps the default, and the next run goes on there.
 
     rank     orders the candidates, so that a short budget reaches the promising ones; None keeps the family's order.
     Raises   DeviceError when the default itself fails: there is nothing to compare with then.
     """
     tuning = _Tuning(workload, tuple(candidates), measurer, log, conditions, budget_s, clock, random.Random(f"{seed} {workload.hash()}"))
-    return tuning.run(rank(workload, candidates) if rank else candidates)
+    return tuning.run(rank or (lambda _, order: order))
 
 
 @dataclass
@@ -118,114 +127,221 @@ class _Tuning:
     clock: Callable[[], float]
     rng: random.Random
     failed: dict[Candidate, str] = field(default_factory=dict)
-    unreached: int = 0
+    screened: dict[Candidate, float] = field(default_factory=dict)  # quickest sample over the default's in the same batch
+    pairs: dict[Candidate, list[list[float]]] = field(default_factory=lambda: defaultdict(list))  # ln ratios since the last verdict
+    control: list[float] = field(default_factory=list)
+    decided: dict[Candidate, Verdict] = field(default_factory=dict)
+    usable: set[Candidate] = field(default_factory=set)  # compiled and compared in this run
+    step_s: dict[str, float] = field(default_factory=lambda: {"screen": 0.0, "process": PROCESS_S})
 
-    def run(self, ranked: Sequence[Candidate]) -> SiteResult:
+    def run(self, rank: Callable[[Workload, Sequence[Candidate]], Sequence[Candidate]]) -> SiteResult:
         self.start, self.default = self.clock(), self.candidates[0]
-        # The default is tried even if it failed once: without it nothing can be decided.
-        known = self.log.failures(self.workload, self.conditions)
-        self.failed = {c: known[c] for c in self.candidates[1:] if c in known}
-        finalists = self.finalists(self.screen([c for c in ranked if c != self.default and c not in self.failed]))
-        decided: dict[Candidate, Verdict] = {}
+        self.resume()
+        ready = bool(self.pairs or self.decided) or self.screen(rank)
+        finalists = self.finalists() if ready else []
         for group in _batches(finalists, CONFIRMED_TOGETHER):
-            decided |= {v.candidate: v for v in self.confirm(group)}
-        winners = [c for c, v in decided.items() if v.outcome == "wins"]
-        if len(finalists) > CONFIRMED_TOGETHER and len(winners) > 1:
+            self.confirm([c for c in group if c not in self.decided])
+        winners = [c for c, v in self.decided.items() if v.outcome == "wins"]
+        together = len(finalists) <= CONFIRMED_TOGETHER or len(winners) < 2
+        if not together:
             # A kernel can have two speeds, each for the life of a process (32 and 41 us seen): only ratios of the same processes compare.
-            decided |= {v.candidate: v for v in self.confirm(winners)}
-        verdicts = tuple(decided[c] for c in self.candidates if c in decided)
+            together = self.confirm(winners)
+        verdicts = tuple(self.decided[c] for c in self.candidates if c in self.decided)
+        waiting = [c for c in finalists if c not in self.decided and c not in self.failed]
+        if ready and together and not waiting and not any(v.outcome == "too noisy" for v in verdicts):
+            self.close(verdicts)
+        known = {*self.screened, *self.failed, *self.decided}
+        unreached = len(waiting) + sum(1 for c in self.tiles() if c not in known)
         failures = tuple(Measurement(c, error=error) for c, error in self.failed.items())
-        self.unreached += sum(1 for c in finalists if c not in decided and c not in self.failed)
         choice = rule.choose(verdicts, self.default)
-        return SiteResult(self.workload, self.default, choice, verdicts, failures, self.unreached, self.spent_s())
+        return SiteResult(self.workload, self.default, choice, verdicts, failures, unreached, self.spent_s())
+
+    def resume(self) -> None:
+        """Take up what earlier runs found out under the same conditions."""
+        listed = set(self.candidates)
+        for record in self.log.history(self.workload, self.conditions):
+            candidate, verdict = record.candidate, record.verdict
+            if candidate not in listed or record.kind == "site":
+                continue
+            if record.error is not None and candidate != self.default:  # without the default nothing can be decided: it is tried again
+                self.failed[candidate] = record.error
+            elif verdict is not None:
+                self.pairs.pop(candidate, None)
+                if verdict.outcome in DECIDED:
+                    self.decided[candidate] = verdict
+                elif verdict.outcome == "too noisy":
+                    self.pairs.clear()
+                    self.control.clear()
+            elif record.default_s and record.kind == "screening":
+                self.rate(candidate, record.times_s, record.default_s)
+            elif record.default_s:
+                self.take_up(candidate, [math.log(t / d) for t, d in zip(record.times_s, record.default_s, strict=True)])
+
+    def take_up(self, candidate: Candidate, ratios: list[float]) -> None:
+        if candidate == self.default:
+            self.control += ratios
+        elif ratios:
+            self.pairs[candidate].append(ratios)
 
     def spent_s(self) -> float:
         return self.clock() - self.start
 
-    def record(self, *found: Measurement | Verdict) -> None:
-        self.log.append(*(Record.of(self.workload, x, self.conditions) for x in found))
+    @contextlib.contextmanager
+    def step(self, kind: str) -> Iterator[None]:
+        """Remember how long the last step of each kind took: the next one is begun only if it fits into what is left."""
+        began = self.clock()
+        yield
+        self.step_s[kind] = self.clock() - began
+
+    def fits(self, kind: str, share: float = 1.0) -> bool:
+        return self.spent_s() + self.step_s[kind] <= share * self.budget_s
+
+    def record(self, *found: Measurement | Verdict, kind: Kind | None = None) -> None:
+        self.log.append(*(Record.of(self.workload, x, self.conditions, kind) for x in found))
         failures = {x.candidate: x.error for x in found if isinstance(x, Measurement) and x.error is not None}
         if self.default in failures:
             raise DeviceError(f"{self.workload}: the default {self.default} failed: {failures[self.default]}")
         self.failed |= failures
+        for candidate in failures:
+            self.screened.pop(candidate, None)
+
+    def close(self, verdicts: Sequence[Verdict]) -> None:
+        """Say in the log that this site is finished, with the control as what the default came to."""
+        low, high = min(self.control, default=0.0), max(self.control, default=0.0)
+        wins = sum(v.outcome == "wins" for v in verdicts)
+        why = f"{len(verdicts)} rivals confirmed, {wins} won"
+        noise = max((v.aa_noise for v in verdicts), default=0.0)
+        closing = Verdict("keeps default", self.default, 1.0, (math.exp(low), math.exp(high)), noise, len(self.control), why)
+        self.record(closing, kind="site")
 
     # screening
 
-    def screen(self, todo: Sequence[Candidate]) -> dict[Candidate, float]:
-        """The quickest sample in seconds of each sound candidate that the budget reaches."""
-        best_s: dict[Candidate, float] = {}
-        for batch in _batches(todo, BATCH):
-            if best_s and self.spent_s() > SCREEN_SHARE * self.budget_s:
-                break
-            self.sample(self.checked([self.default, *batch]), best_s)
-        self.unreached = sum(1 for c in todo if c not in best_s and c not in self.failed)
+    def tiles(self) -> list[Candidate]:
+        """The first candidate of each tile, in the family's order: the whole epilogue in registers."""
+        first: dict[object, Candidate] = {}
+        for candidate in self.candidates:
+            first.setdefault(candidate.knobs, candidate)
+        return list(first.values())
+
+    def screen(self, rank: Callable[[Workload, Sequence[Candidate]], Sequence[Candidate]]) -> bool:
+        """Tiles, then placements and cuts of the best ones; whether the budget reached these."""
+        tiles = [c for c in self.tiles() if c not in self.failed]
+        todo = list(rank(self.workload, [c for c in tiles if c not in self.screened and c != self.default]))
+        while todo and (not self.screened or self.fits("screen", TILES_SHARE)):
+            favoured, rest = todo[: BATCH - EXPLORED], todo[BATCH - EXPLORED :]
+            batch = favoured + self.rng.sample(rest, min(EXPLORED, len(rest)))
+            todo = [c for c in todo if c not in batch]
+            self.sample(batch)
         for _ in range(SCREEN_ROUNDS - 1):
-            if self.spent_s() > SCREEN_SHARE * self.budget_s:
-                break
-            left = _best_of_each(best_s, lambda size: max(KEPT, size // 2))
-            self.sample([self.default, *(c for c in left if c != self.default)], best_s)
-            best_s = {c: best_s[c] for c in (self.default, *left) if c in best_s}
-        return best_s
+            left = sorted((c for c in tiles if c in self.screened), key=self.screened.__getitem__)
+            tiles = left[: max(TILES_KEPT, len(left) // 2)]
+            if self.fits("screen", SCREEN_SHARE):
+                self.sample(tiles)
+        best = [self.default, *sorted((c for c in tiles if c in self.screened), key=self.screened.__getitem__)[:TILES_KEPT]]
+        kept = {c.knobs for c in best}
+        places = [c for c in self.candidates if c.knobs in kept and c not in self.failed and c != self.default]
+        fresh = [c for c in places if c not in self.screened]
+        for places_batch in _batches(fresh, BATCH):
+            if not self.fits("screen"):
+                return False
+            self.sample(places_batch)
+        if fresh and self.fits("screen", SCREEN_SHARE):
+            self.sample([c for c in self.finalists() if c in places])
+        return True
 
-    def checked(self, batch: Sequence[Candidate]) -> list[Candidate]:
-        errors = self.measurer.check(self.workload, batch)
-        self.record(*(Measurement(c, error=error) for c, error in zip(batch, errors, strict=True) if error is not None))
-        return [c for c, error in zip(batch, errors, strict=True) if error is None]
+    def sample(self, batch: Sequence[Candidate]) -> None:
+        """One quick sample of each sound candidate, between two of the default."""
+        with self.step("screen"):
+            sound = self.checked(batch)
+            measured = self.measurer.screen(self.workload, [self.default, *sound, self.default])
+            default_s = min((t for m in (measured[0], measured[-1]) for t in m.times_s), default=math.nan)
+            found = [replace(m, default_s=(default_s,) * len(m.times_s)) for m in measured[1:-1]]
+            self.record(measured[0], *found, measured[-1], kind="screening")
+            for measurement in found:
+                if measurement.error is None:
+                    self.rate(measurement.candidate, measurement.times_s, measurement.default_s)
 
-    def sample(self, batch: Sequence[Candidate], best_s: dict[Candidate, float]) -> None:
-        measured = self.measurer.screen(self.workload, batch)
-        self.record(*measured)
-        for measurement in measured:
-            if measurement.error is None:
-                best_s[measurement.candidate] = min(*measurement.times_s, best_s.get(measurement.candidate, math.inf))
-            else:
-                best_s.pop(measurement.candidate, None)
+    def rate(self, candidate: Candidate, times_s: Sequence[float], default_s: Sequence[float]) -> None:
+        ratio = min(t / d for t, d in zip(times_s, default_s, strict=True))
+        self.screened[candidate] = min(ratio, self.screened.get(candidate, math.inf))
 
-    def finalists(self, best_s: dict[Candidate, float]) -> list[Candidate]:
-        return [c for c in _best_of_each(best_s, lambda _: KEPT) if c != self.default]
+    def checked(self, wanted: Sequence[Candidate]) -> list[Candidate]:
+        """Those of `wanted`, without the default, that build, run and have the default's bits."""
+        asked = [c for c in dict.fromkeys(wanted) if c != self.default and c not in self.failed]
+        todo = [c for c in (self.default, *asked) if c not in self.usable]
+        if todo:
+            batch = list(dict.fromkeys((self.default, *todo)))
+            errors = self.measurer.check(self.workload, batch)
+            self.record(*(Measurement(c, error=error) for c, error in zip(batch, errors, strict=True) if error is not None))
+            self.usable |= {c for c, error in zip(batch, errors, strict=True) if error is None}
+        return [c for c in asked if c in self.usable]
+
+    def finalists(self) -> list[Candidate]:
+        """Of each placement and cut the best, and up to two more that are near the quickest of all; the quickest first."""
+        rated = sorted((c for c in self.screened if c != self.default), key=self.screened.__getitem__)
+        groups: dict[tuple[str, int], list[Candidate]] = defaultdict(list)
+        for candidate in rated:
+            group = groups[candidate.placement, candidate.cut]
+            if len(group) < (KEPT if self.screened[candidate] <= NEAR * min(1.0, self.screened[rated[0]]) else 1):
+                group.append(candidate)
+        return [c for c in rated if c in groups[c.placement, c.cut]]
 
     # confirmation
 
-    def confirm(self, group: Sequence[Candidate]) -> Iterator[Verdict]:
-        """Verdicts on finalists that are measured together, as soon as there is one."""
-        active = list(group)
-        ratios: dict[Candidate, list[list[float]]] = defaultdict(list)
-        control: list[float] = []
+    def confirm(self, group: Sequence[Candidate]) -> bool:
+        """Verdicts on finalists that are measured together; whether the budget reached all."""
+        if not group:
+            return True
+        with self.step("screen"):
+            active = self.checked(group)
         for before, pairs in pairwise((0, *rule.LOOKS)):
+            end = before
             for share in _shares(pairs - before, PROCESSES_PER_LOOK):
-                if not active or self.spent_s() > self.budget_s:
-                    return
-                for candidate, found in self.in_fresh_process(active, share).items():
-                    if candidate == self.default:
-                        control += found
-                    else:
-                        ratios[candidate].append(found)
-            for candidate in tuple(active):
-                verdict = rule.look(candidate, ratios[candidate], control)
+                end += share
+                due = {c: end - sum(map(len, self.pairs[c])) for c in active}
+                due = {c: lacking for c, lacking in due.items() if lacking > 0}
+                if due and not self.fits("process"):
+                    return False
+                with self.step("process"):
+                    self.in_fresh_process(due)
+                active = [c for c in active if c not in self.failed]
+            for candidate in [c for c in active if sum(map(len, self.pairs[c])) == pairs]:  # an earlier run may have looked here
+                verdict = rule.look(candidate, self.pairs[candidate], self.control)
                 if verdict:
                     self.record(verdict)
+                    self.decided[candidate] = verdict
+                    del self.pairs[candidate]
                     active.remove(candidate)
-                    yield verdict
+        return True
 
-    def in_fresh_process(self, active: list[Candidate], pairs: int) -> dict[Candidate, list[float]]:
-        """ln(time / default's time) of `pairs` AB/BA pairs for each active candidate, and under the default those of the A/A control.
+    def in_fresh_process(self, due: Mapping[Candidate, int]) -> None:
+        """As many AB/BA pairs of each candidate as are due, in one process, and as many of the A/A control as of the neediest.
 
-        A candidate that fails leaves `active`, and a new process starts from the beginning with the others.
+        A candidate that fails is out, and a new process takes what the others lack.
         """
-        while active:
-            kernels = [self.default, self.default, *active]
+        left = dict(due)
+        while left:
+            kernels = [self.default, self.default, *left]
             times: dict[int, list[tuple[float, float]]] = defaultdict(list)
-            with self.measurer.open_process(self.workload, kernels) as process:
-                order = [slot for _ in range(pairs) for slot in self.rng.sample(range(1, len(kernels)), len(kernels) - 1)]
-                failed = next((slot for slot in order if not self.take(process, slot, kernels[slot], times[slot])), None)
+            wanted = [0, max(left.values()), *left.values()]
+            try:
+                with self.measurer.open_process(self.workload, kernels) as process:
+                    failed = next((slot for slot in self.order(wanted) if not self.take(process, slot, kernels[slot], times[slot])), None)
+            finally:  # an interruption too keeps what was measured
+                taken = {slot: pairs for slot, pairs in times.items() if pairs}
+                for slot, found in taken.items():
+                    self.take_up(kernels[slot], [math.log(t / default_s) for default_s, t in found])
+                self.record(*(Measurement(kernels[i], tuple(t for _, t in p), default_s=tuple(d for d, _ in p)) for i, p in taken.items()))
             if failed is None:
-                self.record(
-                    *(Measurement(c, tuple(t for _, t in times[slot])) for slot, c in enumerate(kernels) if slot > 1),
-                    Measurement(self.default, tuple(t for taken in times.values() for t, _ in taken)),
-                )
-                return {kernels[slot]: [math.log(t / t_default) for t_default, t in taken] for slot, taken in times.items()}
-            active.remove(kernels[failed])
-        return {}
+                return
+            del left[kernels[failed]]
+            left = {c: lacking for slot, (c, n) in enumerate(due.items(), 2) if c in left and (lacking := n - len(times[slot])) > 0}
+
+    def order(self, wanted: Sequence[int]) -> Iterator[int]:
+        """Slots in rounds, each round in random order, until every slot came as often as wanted."""
+        for taken in range(max(wanted)):
+            slots = [slot for slot, n in enumerate(wanted) if n > taken]
+            yield from self.rng.sample(slots, len(slots))
 
     def take(self, process: Process, slot: int, candidate: Candidate, times: list[tuple[float, float]]) -> bool:
         """One pair of kernel 0 and kernel `slot` in random order; False when it failed, which is recorded."""
@@ -239,15 +355,6 @@ class _Tuning:
             return False
         times.append((default_s, seconds))
         return True
-
-
-def _best_of_each(best_s: dict[Candidate, float], keep: Callable[[int], int]) -> list[Candidate]:
-    """The quickest `keep(group size)` candidates of each placement and cut, the quickest of all first."""
-    groups: dict[tuple[str, int], list[Candidate]] = defaultdict(list)
-    for candidate in best_s:
-        groups[candidate.placement, candidate.cut].append(candidate)
-    kept = [c for group in groups.values() for c in sorted(group, key=best_s.__getitem__)[: keep(len(group))]]
-    return sorted(kept, key=best_s.__getitem__)
 
 
 def _batches(items: Sequence[Candidate], size: int) -> Iterator[Sequence[Candidate]]:
@@ -289,3 +396,15 @@ def plan(demands: Sequence[Demand], budget_s: float, least_s: float = LEAST_SHAR
     spare, total = budget_s - least_s * len(reached), sum(weights) or 1.0
     shares = tuple((d, least_s + spare * weight / total) for d, weight in zip(reached, weights, strict=True))
     return Plan(shares, tuple(ordered[len(reached) :]))
+
+
+def spend(
+    demands: Sequence[Demand], budget_s: float, tune_one: Callable[[Demand, float], SiteResult], clock: Callable[[], float] = time.monotonic
+) -> tuple[list[SiteResult], list[Demand]]:
+    """Tune what a budget reaches, the most valuable first; what a site leaves of its share goes to the others. Results, and the rest."""
+    left, results, end = list(demands), [], clock() + budget_s
+    while shares := plan(left, end - clock()).shares:
+        demand, share = shares[0]
+        results.append(tune_one(demand, share))
+        left.remove(demand)
+    return results, left

@@ -1,0 +1,65 @@
+"""The model that a build asks where it has no verdict: trained on the records at hand when first asked, then kept in the user's cache.
+
+The same records and the same release give the same model, and with it the same choices, whether it was trained or read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import platformdirs
+
+from .decide import cost_model
+from .decide.cost_model import Learned
+from .decide.log import Log
+from .measure.host import isa_among
+from .values import Machine
+
+ERROR = "tvmfuse.error"  # the booster's attribute that holds `Learned.error`
+
+
+def predictor(log: Log, machine: Machine) -> Learned | None:
+    """Trained on the log's records of this instruction set; None when they are too few."""
+    path = _path(log, machine)
+    if (kept := _read(path, machine)) is not None:
+        return kept
+    alike = (record for record in log.records() if isa_among(record.conditions.host.features) == machine.isa)
+    learned = cost_model.learn_with_error(cost_model.examples(alike, machine), machine)
+    if learned is not None:
+        _keep(learned, path)
+    return learned
+
+
+def _path(log: Log, machine: Machine) -> Path:
+    import xgboost
+
+    made_of = log.fingerprint(), machine.isa.name, xgboost.__version__, Path(cost_model.__file__).read_text()
+    return platformdirs.user_cache_path("tvmfuse") / "predictors" / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]}.ubj"
+
+
+def _read(path: Path, machine: Machine) -> Learned | None:
+    """What is damaged or can't be read counts as not being there."""
+    import xgboost
+
+    booster = xgboost.Booster()
+    try:
+        booster.load_model(bytearray(path.read_bytes()))
+        return Learned(machine, booster, float(booster.attr(ERROR) or math.inf))
+    except (OSError, ValueError):  # xgboost's error is a ValueError
+        return None
+
+
+def _keep(learned: Learned, path: Path) -> None:
+    """Whole or not at all; without a cache to write to the next build trains again."""
+    learned.booster.set_attr(**{ERROR: repr(learned.error)})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(learned.booster.save_raw("ubj"))
+        os.replace(file.name, path)
+    except OSError:
+        pass
