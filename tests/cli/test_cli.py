@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 import tvmfuse
 from tvmfuse import cli, errors
+from tvmfuse.cli.arguments import parse_shapes
 from tvmfuse.values import Epilogue, Matmul, Operand, Site, Step, Workload
 
 SITE = Site(
@@ -280,6 +281,32 @@ def test_target_is_a_json_object(invoke: Invoke, asked: dict, model: Path, tmp_p
     assert (done.code, "--target takes a JSON object" in done.err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain"], "Missing argument 'MODEL'; see `tvmfuse explain --help`"),
+        (["explain", "absent.onnx"], "'absent.onnx' does not exist"),
+        (["explain", "m.onnx", "--fast"], "No such option: --fast"),
+        (["explian", "m.onnx"], "No such command 'explian'"),
+        (["build", "m.onnx"], "Missing"),
+        (["--sideways"], "see `tvmfuse --help`"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(model.parent)
+    model.rename("m.onnx")
+    done = invoke(*arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert message in done.err
+
+
+def test_no_command_shows_the_help(invoke: Invoke) -> None:
+    done = invoke()
+    assert (done.code, "explain" in done.err, "tune" in done.err) == (2, True, True)
+
+
 def test_absent_model_is_wrong_use(invoke: Invoke, asked: dict) -> None:
     assert invoke("explain", "absent.onnx").code == 2
 
@@ -296,4 +323,4 @@ def test_demo_says_how_to_get_its_networks(invoke: Invoke, asked: dict, monkeypa
 
 
 def test_shapes_read_extents_and_ranks() -> None:
-    assert cli.parse_shapes(["S=1", "x=1,3,8", "a=b=2", "v=5,"]) == {"S": 1, "x": (1, 3, 8), "a=b": 2, "v": (5,)}
+    assert parse_shapes(["S=1", "x=1,3,8", "a=b=2", "v=5,"]) == {"S": 1, "x": (1, 3, 8), "a=b": 2, "v": (5,)}

@@ -1,0 +1,70 @@
+"""The command line. Results on stdout, as JSON with --json; progress and prose on stderr, and progress only on a terminal.
+
+What fails on purpose ends with one line and the error's exit code; a traceback takes `tvmfuse --debug`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Annotated
+
+import typer
+
+from ..errors import TvmfuseError
+from .building import build, run
+from .explaining import explain
+from .output import say
+from .tuning import demo, tune
+
+# What the parser raises; typer exports only this subclass of it
+WRONG_USE: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def main() -> None:
+    """Entry point; exits with the code of the error, 130 when interrupted."""
+    try:
+        sys.exit(app(prog_name="tvmfuse", standalone_mode=False))
+    except WRONG_USE as error:
+        say(wrong_use(error))
+        sys.exit(2)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        if isinstance(error, TvmfuseError):
+            say(f"tvmfuse: {error}")
+            sys.exit(error.exit_code)
+        say(f"tvmfuse: internal error: {type(error).__name__}: {error}; the same with `tvmfuse --debug` shows where")
+        sys.exit(1)
+
+
+def wrong_use(error: Exception) -> str:
+    """One line; the help text where a command was called with nothing at all."""
+    text, context = error.format_message(), error.ctx  # type: ignore[attr-defined]
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return text
+    return f"tvmfuse: {' '.join(text.split()).rstrip('.')}; see `{context.command_path if context else 'tvmfuse'} --help`"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(importlib.metadata.version("tvmfuse"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Compile ONNX models for one CPU, with every epilogue's place measured on it.
+
+    Exit codes: 0 done, 2 usage, 3 bad model, 4 unsupported, 5 made for another CPU or toolchain, 6 too noisy to decide,
+    7 device, 8 check failed, 130 interrupted.
+    """
+
+
+for command in (build, run, tune, explain, demo):
+    app.command()(command)

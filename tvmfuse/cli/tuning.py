@@ -1,0 +1,75 @@
+"""`tvmfuse tune` and `tvmfuse demo`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+import tvmfuse
+
+from .. import compare
+from .. import demo as networks
+from ..errors import TooNoisy
+from ..values import Site
+from .arguments import AsJson, Logs, Model, Shapes, Threads, parse_shapes
+from .output import cells, describe, print_table, progress, say, show, stdout
+
+
+def tune(
+    model: Model,
+    shape: Shapes = None,
+    threads: Threads = None,
+    budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 10m or 2h.")] = "10m",
+    logs: Logs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure each site's placements; record the best."""
+    shapes = parse_shapes(shape)
+    try:
+        with progress(model.name) as report:
+            summary = tvmfuse.tune(model, shapes=shapes, threads=threads, budget=budget, logs=logs, progress=report)
+    except KeyboardInterrupt:
+        say("interrupted; what was measured is in the log")
+        raise typer.Exit(130) from None
+    show(summary.sites, as_json)
+    say(str(summary))
+    if summary.results and all(result.too_noisy for result in summary.results):
+        raise TooNoisy("the A/A control was too unsteady at every site, so nothing was decided; stop what else runs here, then tune again")
+
+
+def demo(
+    seconds: Annotated[float, typer.Option(min=1, help="Time to tune in all.")] = 60,
+    logs: Logs = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tune DeepFilterNet3 for a minute and compare."""
+    shapes, share = {"S": 1}, seconds / len(networks.NETWORKS)
+    sites: dict[str, Sequence[Site]] = {}
+    rows: list[compare.Row] = []
+    for name in networks.NETWORKS:
+        model = networks.network(name)
+        feeds = networks.features(model, shapes)
+        with progress(name) as report:
+            summary = tvmfuse.tune(model, shapes=shapes, threads=1, budget=share, logs=logs, progress=report)
+        say(f"{name}: {summary}")
+        sessions = {how: tvmfuse.build(model, shapes=shapes, threads=1, fuse=how, logs=logs) for how in ("measured", "always", "never")}
+        runners = {f"tvmfuse {how}": compare.bound(session, feeds) for how, session in sessions.items()}
+        if importlib.util.find_spec("onnxruntime"):
+            runners["onnxruntime"] = compare.onnxruntime(model, shapes, feeds, threads=1)
+        rows += compare.compare(name, runners, 3, time.perf_counter)
+        sites[name] = sessions["measured"].sites
+        if not as_json:
+            stdout().rule(name, align="left")
+            print_table([{**cells(site), "this run": summary.outcome(site.workload)} for site in sites[name]])
+    if as_json:
+        typer.echo(
+            json.dumps({"sites": {n: [describe(s) for s in found] for n, found in sites.items()}, "times": [asdict(row) for row in rows]})
+        )
+    else:
+        typer.echo("\n" + compare.table(rows))
