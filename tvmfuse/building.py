@@ -17,6 +17,7 @@ from .choose import Chooser, Fuse
 from .decide.log import Log
 from .errors import UnsupportedError, UsageError
 from .graph.sites import FoundSite, find_sites, recurrences
+from .kernel.cost import costs
 from .kernel.generic import lower_generic
 from .kernel.lower import lower_sites
 from .kernel.outputs import outputs_as_parameters, own_outputs
@@ -131,7 +132,7 @@ def compile_model(prepared: Prepared, plan: Plan, chooser: Chooser, dump: Dump |
         outputs=prepared.loaded.outputs,
         sites=tuple(described(site, chooser) for site in prepared.sites),
         kernels=lowered.kernels,
-        kernel_count=count_kernels(mod),
+        costs=tuple(costs(mod, lowered.anchors)),
         threads=plan.machine.threads,
         target=str(plan.target),
         features=required_features(plan.target),
@@ -201,12 +202,6 @@ def described(site: FoundSite, chooser: Chooser) -> Site:
         ratio=choice.ratio,
         ci=choice.ci,
     )
-
-
-def count_kernels(mod: tvm.IRModule) -> int:
-    """Kernels that one call of main launches; reshapes are views and launch none."""
-    (block,) = mod["main"].body.blocks
-    return sum(1 for b in block.bindings if graph.rewrite.op_name(b.value) in ("call_tir", "call_tir_inplace"))
 
 
 def _dumper(folder: Path) -> Dump:

@@ -23,8 +23,9 @@ from tvm import relax
 
 from .errors import ModelError, TargetMismatch, UsageError
 from .measure.host import host, toolchain
+from .measure.roofline import roofline as measured_roofline
 from .model.load import TensorInfo
-from .values import Site, Workload
+from .values import Cost, Roofline, Site, Workload
 
 FORMAT = 1
 LIBRARY, MANIFEST = "model.so", "manifest.json"
@@ -35,14 +36,15 @@ class Manifest:
     """What has to be known of a compiled model to call it, and to judge whether this machine can run it.
 
     features   CPU features that its code uses, as LLVM names them; toolchain: versions of tvmfuse, tvm, tvm_ffi and llvm.
-    kernels    site name -> its kernels, in the order in which they run. kernel_count: launches in one call of the model.
+    kernels    site name -> its kernels, in the order in which they run.
+    costs      (kernel, what it has to do at least) for every launch in one call of the model, in order.
     """
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     sites: tuple[Site, ...]
     kernels: Mapping[str, tuple[str, ...]]
-    kernel_count: int
+    costs: tuple[tuple[str, Cost], ...]
     threads: int
     target: str
     features: tuple[str, ...]
@@ -70,12 +72,28 @@ class Manifest:
             outputs=tensors(data["outputs"]),
             sites=tuple(site(item) for item in data["sites"]),
             kernels={name: tuple(kernels) for name, kernels in data["kernels"].items()},
-            kernel_count=int(data["kernel_count"]),
+            costs=tuple((str(kernel), Cost(**cost)) for kernel, cost in data["costs"]),
             threads=int(data["threads"]),
             target=str(data["target"]),
             features=tuple(data["features"]),
             toolchain=dict(data["toolchain"]),
         )
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """One kernel's part of a call of the model, over all its launches.
+
+    time_s   median over the calls watched; bound_s: least seconds by the roofline. sites: those that it computes.
+    cost     of one launch of it; where a kernel is launched on several tensors, of the first.
+    """
+
+    kernel: str
+    sites: tuple[str, ...]
+    launches: int
+    time_s: float
+    cost: Cost
+    bound_s: float
 
 
 class Session:
@@ -95,7 +113,7 @@ class Session:
     @property
     def kernel_count(self) -> int:
         """Kernels that one call launches."""
-        return self.manifest.kernel_count
+        return len(self.manifest.costs)
 
     def get_inputs(self) -> list[TensorInfo]:
         return list(self.manifest.inputs)
@@ -160,14 +178,29 @@ class Session:
             vm["main"](*arguments)
         return calls
 
-    def profile(self, feeds: Mapping[str, np.ndarray], repeats: int = 20) -> dict[str, float]:
-        """Kernel name -> median seconds that one call of the model spends in it, over `repeats` calls."""
-        totals: list[dict[str, float]] = []
+    def profile(self, feeds: Mapping[str, np.ndarray], repeats: int = 20, roofline: Roofline | None = None) -> list[KernelTime]:
+        """Where one call of the model spends its time, and what the machine would need at least; the longest first.
+
+        roofline  limits of the machine; None measures them, which takes about a second, once a process.
+        Raises    UsageError as `run` does, and for a loaded session: what is saved can't be watched.
+        """
+        limits = measured_roofline(self.manifest.threads) if roofline is None else roofline
+        spent: dict[str, list[float]] = {}
         for call in self.trace(feeds, repeats):
-            totals.append({})
-            for name, seconds in call:
-                totals[-1][name] = totals[-1].get(name, 0.0) + seconds
-        return {name: float(np.median([run[name] for run in totals])) for name in totals[0]}
+            totals: dict[str, float] = {}
+            for kernel, seconds in call:
+                totals[kernel] = totals.get(kernel, 0.0) + seconds
+            for kernel, total in totals.items():
+                spent.setdefault(kernel, []).append(total)
+        costs = self.manifest.costs
+        touched = sum(cost.constant_bytes for _, cost in costs) + max((cost.activation_bytes for _, cost in costs), default=0)
+        times = []
+        for kernel, samples in spent.items():
+            own = [cost for name, cost in costs if name == kernel]
+            sites = tuple(site for site, kernels in self.manifest.kernels.items() if kernel in kernels)
+            bound = sum(limits.bound_s(cost, touched) for cost in own)
+            times.append(KernelTime(kernel, sites, len(own), float(np.median(samples)), own[0], bound))
+        return sorted(times, key=lambda time: -time.time_s)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file that `tvmfuse.load` reads; it appears whole or not at all. Needs a C++ compiler that links for the target.

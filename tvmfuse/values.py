@@ -431,6 +431,51 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Level:
+    """One level of memory: how many bytes it holds, and how many a second are read from it."""
+
+    name: str
+    holds: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run of a kernel has to do at least. Bytes: each tensor read or written once.
+
+    passes  how often the constants are read in a run: once for each step of a recurrent network, whose steps wait for each other.
+    """
+
+    flop: int = 0
+    activation_bytes: int = 0
+    constant_bytes: int = 0
+    passes: int = 1
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What `threads` threads of a machine can do at most; levels of memory from the nearest to the farthest."""
+
+    flop_per_s: float
+    levels: tuple[Level, ...]
+    threads: int = 1
+
+    def level(self, working_set: int) -> Level:
+        """The nearest that holds so many bytes."""
+        return next((level for level in self.levels if working_set <= level.holds), self.levels[-1])
+
+    def bound_s(self, cost: Cost, model_bytes: int) -> float:
+        """Seconds below which a kernel can't run inside a model that touches `model_bytes` in all.
+
+        Activations come from where their producer has left them; constants from where a whole run of the model leaves them.
+        """
+        activations = cost.activation_bytes / self.level(cost.activation_bytes).bytes_per_s
+        constants = cost.constant_bytes / self.level(max(model_bytes, cost.constant_bytes)).bytes_per_s
+        constants += (cost.passes - 1) * cost.constant_bytes / self.level(cost.constant_bytes).bytes_per_s
+        return max(cost.flop / self.flop_per_s, activations + constants)
+
+
+@dataclass(frozen=True)
 class Host:
     """Identity of a CPU, as read on it. Records hold for one host."""
 

@@ -10,11 +10,12 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import tvmfuse
 from tvmfuse.errors import ModelError, TargetMismatch, UsageError
 from tvmfuse.session import _digest
+from tvmfuse.values import Cost, Level, Roofline
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +177,21 @@ def test_save_to_an_unwritable_place_leaves_nothing(session: tvmfuse.Session, tm
     with pytest.raises(UsageError, match="can't write"):
         session.save(tmp_path / "no" / "such" / "folder.tvmfuse")
     assert not list(tmp_path.iterdir())
+
+
+def test_profile_says_what_each_kernel_costs_and_could_cost():
+    """A matmul of 64 x 32 x 16 with a constant B: its flop, its bytes, and the roofline's bound of them."""
+    limits = Roofline(1e9, (Level("L1", 1 << 20, 1e6), Level("DRAM", float("inf"), 1e5)))
+    weights = np.ones((16, 32), np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (64, 16))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, (64, 32))],
+        [numpy_helper.from_array(weights, "w")],
+    )
+    session = tvmfuse.build(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), threads=1)
+    (only,) = session.profile({"x": np.ones((64, 16), np.float32)}, repeats=2, roofline=limits)
+    assert only.sites == (session.sites[0].name,) and only.launches == 1 and only.time_s > 0
+    assert only.cost == Cost(2 * 64 * 32 * 16, 4 * 64 * (16 + 32), 4 * 16 * 32)
+    assert only.bound_s == pytest.approx(4 * (64 * 48 + 16 * 32) / 1e6)

@@ -24,11 +24,17 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of a PrimFunc. `args` index Kernel.buffers, in the order of the function's parameters; outputs come last."""
+    """One call of a PrimFunc. `args` index Kernel.buffers, in the order of the function's parameters; outputs come last.
+
+    flop    of the anchor, where this launch computes it.
+    passes  how often it reads its constants.
+    """
 
     func: tirx.PrimFunc
     args: tuple[int, ...]
     outputs: int = 1
+    flop: int = 0
+    passes: int = 1
 
 
 @dataclass(frozen=True)

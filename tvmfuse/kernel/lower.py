@@ -23,10 +23,12 @@ Choose = Callable[[Workload], Candidate]
 class Lowered:
     """mod      the module with every site replaced; what is left is for the generic schedules.
     kernels  site name -> names of its kernels in the module, in the order in which they run.
+    anchors  kernel name -> (flop of one run, passes over its constants), of those that compute an anchor.
     """
 
     mod: tvm.IRModule
     kernels: dict[str, tuple[str, ...]]
+    anchors: dict[str, tuple[int, int]]
 
 
 def lower_sites(mod: tvm.IRModule, sites: Sequence[FoundSite], choose: Choose, machine: Machine) -> Lowered:
@@ -37,13 +39,14 @@ def lower_sites(mod: tvm.IRModule, sites: Sequence[FoundSite], choose: Choose, m
     lowering = _Lowering(mod, sites, choose, machine)
     main = lowering.run(mod["main"])
     lowered = lowering.module(main)
-    return Lowered(lowered, lowering.names)
+    return Lowered(lowered, lowering.names, lowering.anchors)
 
 
 class _Lowering(Rewriter):
     def __init__(self, mod: tvm.IRModule, sites: Sequence[FoundSite], choose: Choose, machine: Machine) -> None:
         super().__init__(mod)
         self.names: dict[str, tuple[str, ...]] = {}
+        self.anchors: dict[str, tuple[int, int]] = {}
         self._sites = {site.result: site for site in sites}
         self._choose, self._machine = choose, machine
         self._kernels: dict[tuple[Workload, Candidate], Kernel] = {}
@@ -67,6 +70,8 @@ class _Lowering(Rewriter):
         for number, launch in enumerate(kernel.launches):
             function = self._function(site.workload, launch, number, [shapes[i] for i in launch.args])
             names.append(function.name_hint)
+            if launch.flop:
+                self.anchors[function.name_hint] = launch.flop, launch.passes
             inputs, outputs = launch.args[: -launch.outputs], launch.args[-launch.outputs :]
             out = [relax.TensorType(shapes[i], kernel.buffers[i].dtype) for i in outputs]
             results = self.emit(relax.call_tir(function, [held[i] for i in inputs], out if len(out) > 1 else out[0]))

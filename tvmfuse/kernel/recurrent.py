@@ -93,7 +93,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     rows = rows_of_tile(anchor, nr // lanes, machine)
     func = emit.function(anchor.kind, buffers, lambda *views: _body(anchor, candidate, rows, lanes, *views))
     inputs, results = 3 + len(initial), 1 + len(initial)
-    launch = Launch(func, tuple(range(len(buffers))), results)
+    launch = Launch(func, tuple(range(len(buffers))), results, anchor.flop(), anchor.steps)
     packers = {1: lambda array: pack(anchor, array, nr, lanes)}
     return Kernel(buffers, inputs, tuple(range(inputs, len(buffers))), (launch,), packers)
 

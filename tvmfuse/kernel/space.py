@@ -105,7 +105,8 @@ def assemble(
     dtype = head.steps[-1].dtype if head.steps else anchor.dtype
     shape = anchor.output_shape()
     launch = compute(head, tuple(operands[i] for i in head_order), dtype)
-    launches.append(Launch(launch.func, (*anchor_args, *(first_operand + i for i in head_order), len(buffers))))
+    arguments = (*anchor_args, *(first_operand + i for i in head_order), len(buffers))
+    launches.append(Launch(launch.func, arguments, flop=anchor.flop()))
     buffers.append(Buffer(shape, dtype))
     if tail.steps:
         second = Workload(Elementwise(shape, dtype), tail)
