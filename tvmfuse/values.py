@@ -7,6 +7,7 @@ workload alone, so that tuning needs no model, and a record's text can be read b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -489,7 +490,7 @@ class Host:
     l3: int
     name: str = ""
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         digest = hashlib.sha256(" ".join(self.features).encode()).hexdigest()[:8]
         return f"{self.vendor}-{self.family:x}-{self.model:x}-{self.stepping:x}-{digest}".lower().replace(" ", "")

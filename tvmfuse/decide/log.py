@@ -220,13 +220,13 @@ class Log:
 
         Raises   UsageError when the folder can't be written, ValueError for a record that is not allowed in (NaN, over 1 MiB).
         """
-        lines: dict[Path, list[tuple[str, bytes]]] = defaultdict(list)
+        written: dict[Path, list[tuple[str, bytes]]] = defaultdict(list)
         for batch in _batches(records):
-            lines[self._path(batch[0].conditions.host)].append((batch[0].workload.hash(), _batch_line(batch)))
-        for path, written in lines.items():
+            written[self._path(batch[0].conditions.host)].append((batch[0].workload.hash(), _batch_line(batch)))
+        for path, lines in written.items():
             with _writable(path):
-                _append_durably(path, b"".join(line for _, line in written))
-            for workload_hash, line in written:
+                _append_durably(path, b"".join(line for _, line in lines))
+            for workload_hash, line in lines:
                 self._lines[workload_hash].append(_Line(path, 0, workload_hash, line.rstrip(b"\n")))
                 for decisions_only in (False, True):
                     self._decoded.pop((workload_hash, decisions_only), None)
@@ -243,9 +243,9 @@ class Log:
                 before = path.stat().st_size
                 sites: dict[tuple[object, ...], list[Record]] = defaultdict(list)
                 for record in _decode(_verified_lines(path, []), []):
-                    sites[record.workload.hash(), _key(record.conditions)].append(record)
+                    sites[record.workload, _key(record.conditions)].append(record)
                 kept = [_compacted(found) if is_finished(found) else _once_each(found) for found in sites.values()]
-                content = b"".join(_batch_line(batch) for site in kept for batch in _batches(site))
+                content = b"".join(map(to_lines, kept))
                 _replace_durably(path, content)
                 removed += before - len(content)
         self._open()
@@ -308,6 +308,11 @@ def _line(data: Mapping[str, Any]) -> bytes:
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"a line of {len(line)} bytes is over 1 MiB")
     return line
+
+
+def to_lines(records: Iterable[Record]) -> bytes:
+    """As `Log.append` writes them."""
+    return b"".join(map(_batch_line, _batches(records)))
 
 
 def _batch_line(batch: Sequence[Record]) -> bytes:
@@ -397,7 +402,7 @@ def _verified(text: bytes) -> tuple[str, bytes]:
 
 def _decode(lines: Sequence[_Line], damage: list[Damage]) -> list[Record]:
     records: list[Record] = []
-    known: dict[str, tuple[Any, Workload]] = {}  # workload_hash -> structure, workload: lines of one workload repeat it
+    known = _Known()
     for line in lines:
         try:
             records += _records_of(json.loads(line.text), known)
@@ -407,18 +412,31 @@ def _decode(lines: Sequence[_Line], damage: list[Damage]) -> list[Record]:
     return records
 
 
-def _records_of(data: Mapping[str, Any], known: dict[str, tuple[Any, Workload]]) -> list[Record]:
+@dataclass
+class _Known:
+    """The last workload and conditions that were decoded: neighbouring lines repeat them."""
+
+    structure: Any = None
+    workload: Workload | None = None
+    conditions_data: Any = None
+    conditions: Conditions | None = None
+
+
+def _records_of(data: Mapping[str, Any], known: _Known) -> list[Record]:
     """Raises KeyError, TypeError, AttributeError or ValueError when `data` is not a line of this schema."""
-    structure, workload_hash = data["structure"], data["workload_hash"]
-    if workload_hash not in known or known[workload_hash][0] != structure:
-        workload = Workload.from_json(structure)
-        if workload.hash() != workload_hash:
+    structure = data["structure"], data["workload_hash"]
+    if known.workload is None or known.structure != structure:
+        workload = Workload.from_json(data["structure"])
+        if workload.hash() != data["workload_hash"]:
             raise ValueError("workload_hash is not that of the structure")
-        known[workload_hash] = structure, workload
-    host = Host(**{**data["host"], "features": tuple(data["host"]["features"])})
-    conditions = Conditions(host, int(data["threads"]), dict(data["toolchain"]), str(data["kernel_digest"]))
+        known.structure, known.workload = structure, workload
+    conditions_data = [data[name] for name in ("host", "threads", "toolchain", "kernel_digest")]
+    if known.conditions is None or known.conditions_data != conditions_data:
+        host = Host(**{**data["host"], "features": tuple(data["host"]["features"])})
+        known.conditions = Conditions(host, int(data["threads"]), dict(data["toolchain"]), str(data["kernel_digest"]))
+        known.conditions_data = conditions_data
     own = data["batch"] if data["kind"] == "batch" else [data]
-    return [_record_of(record, known[workload_hash][1], conditions) for record in own]
+    return [_record_of(record, known.workload, known.conditions) for record in own]
 
 
 def _record_of(data: Mapping[str, Any], workload: Workload, conditions: Conditions) -> Record:
