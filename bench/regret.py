@@ -120,9 +120,8 @@ def main() -> None:
         for site in of["sites"]:
             if site.oracle != site.tuned:
                 low, high = site.ci
-                print(
-                    f"{site.ratio:.3f} [{low:.3f}, {high:.3f}] {site.outcome}: {site.tuned} -> {site.oracle} ({site.count}x {site.workload})"
-                )
+                interval, moved = f"{site.ratio:.3f} [{low:.3f}, {high:.3f}]", f"{site.tuned} -> {site.oracle}"
+                print(f"{interval} {site.outcome}: {moved} ({site.count}x {site.workload})")
 
 
 if __name__ == "__main__":

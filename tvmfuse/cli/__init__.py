@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from ..errors import TvmfuseError
+from . import log
 from .building import build, run
 from .explaining import explain
 from .output import say
@@ -68,3 +69,4 @@ def options(
 
 for command in (build, run, tune, explain, demo):
     app.command()(command)
+app.add_typer(log.app, name="log", help="Look after tuning logs: stats, verify, compact, merge.")

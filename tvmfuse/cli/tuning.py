@@ -15,6 +15,7 @@ import tvmfuse
 
 from .. import compare
 from .. import demo as networks
+from ..decide.search import Plan
 from ..errors import TooNoisy
 from ..values import Site
 from .arguments import AsJson, Logs, Model, Shapes, Threads, parse_shapes
@@ -27,10 +28,16 @@ def tune(
     threads: Threads = None,
     budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 10m or 2h.")] = "10m",
     logs: Logs = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which sites would be measured, in which order.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure each site's placements; record the best."""
     shapes = parse_shapes(shape)
+    if dry_run:
+        from .. import tuning  # brings in TVM, which --help doesn't wait for
+
+        show_plan(tuning.dry_run(model, shapes=shapes, threads=threads, budget=budget, logs=logs), as_json)
+        return
     try:
         with progress(model.name) as report:
             summary = tvmfuse.tune(model, shapes=shapes, threads=threads, budget=budget, logs=logs, progress=report)
@@ -41,6 +48,29 @@ def tune(
     say(str(summary))
     if summary.results and all(result.too_noisy for result in summary.results):
         raise TooNoisy("the A/A control was too unsteady at every site, so nothing was decided; stop what else runs here, then tune again")
+
+
+def show_plan(plan: Plan, as_json: bool) -> None:
+    """Sites in the order in which they would be measured; those that the budget doesn't reach have no seconds."""
+    planned = [*plan.shares, *((demand, 0.0) for demand in plan.unreached)]
+    if as_json:
+        rows = [
+            {"workload": str(d.workload), "workload_hash": d.workload.hash(), "count": d.count, "expected_gain_s": d.gain_s, "seconds": s}
+            for d, s in planned
+        ]
+        typer.echo(json.dumps(rows))
+        return
+    print_table(
+        [
+            {
+                "site": str(demand.workload),
+                "times": str(demand.count),
+                "expected gain us": f"{demand.gain_s * demand.count * 1e6:.3g}",
+                "seconds": f"{seconds:.1f}" if seconds else "not reached",
+            }
+            for demand, seconds in planned
+        ]
+    )
 
 
 def demo(

@@ -134,7 +134,7 @@ class Match:
 
 
 class Log:
-    """Records of one or more folders; the last folder is the one that is written.
+    """Records of one or more folders, or single files to read; the last folder is the one that is written.
 
     Lines are verified when the log is opened, and decoded when their workload is asked for. What other processes append
     afterwards is not seen.
@@ -156,7 +156,7 @@ class Log:
         self._lines: dict[str, list[_Line]] = defaultdict(list)
         self._decoded: dict[tuple[str, bool], list[Record]] = {}
         for folder in self.folders:
-            for path in sorted(folder.glob("*.jsonl")):
+            for path in [folder] if folder.is_file() else sorted(folder.glob("*.jsonl")):
                 for line in _verified_lines(path, self.damage):
                     self._lines[line.workload_hash].append(line)
 
@@ -164,6 +164,10 @@ class Log:
         """All records; those of one workload oldest first."""
         for workload_hash in list(self._lines):
             yield from self._of(workload_hash)
+
+    def sites(self) -> list[list[Record]]:
+        """All records, those of one workload under the same conditions together."""
+        return _sites(self.records())
 
     def fingerprint(self) -> str:
         """Changes with every line."""
@@ -241,10 +245,8 @@ class Log:
         for path in sorted(self.folders[-1].glob("*.jsonl")):
             with _writable(path):
                 before = path.stat().st_size
-                sites: dict[tuple[object, ...], list[Record]] = defaultdict(list)
-                for record in _decode(_verified_lines(path, []), []):
-                    sites[record.workload, _key(record.conditions)].append(record)
-                kept = [_compacted(found) if is_finished(found) else _once_each(found) for found in sites.values()]
+                sites = _sites(_decode(_verified_lines(path, []), []))
+                kept = [_compacted(found) if is_finished(found) else _once_each(found) for found in sites]
                 content = b"".join(map(to_lines, kept))
                 _replace_durably(path, content)
                 removed += before - len(content)
@@ -332,6 +334,13 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 def _once_each(records: Iterable[Record]) -> list[Record]:
     return list({record.to_line(): record for record in records}.values())
+
+
+def _sites(records: Iterable[Record]) -> list[list[Record]]:
+    sites: dict[tuple[object, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        sites[record.workload, _key(record.conditions)].append(record)
+    return list(sites.values())
 
 
 def _compacted(site: Sequence[Record]) -> list[Record]:
