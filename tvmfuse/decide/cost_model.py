@@ -28,7 +28,10 @@ SPILL = 1.2  # one spilled accumulator costs 20 % of a register tile's speed
 MIN_MEASURED = 50  # fewer candidates than this say less than the prior
 MIN_SITES = 20  # fewer workloads than this say nothing about another one
 FOLDS = 4
-PARAMETERS = {"objective": "reg:squarederror", "max_depth": 6, "eta": 0.1, "tree_method": "hist", "seed": 0, "nthread": 1, "verbosity": 0}
+PARAMETERS = {
+    "objective": "reg:squarederror", "max_depth": 6, "min_child_weight": 5, "eta": 0.1, "tree_method": "hist",
+    "seed": 0, "nthread": 1, "verbosity": 0,
+}  # fmt: skip
 ROUNDS = 150
 # Vector instructions for one op on one vector: divisions and roots by their throughput, the rest by the length of their polynomial.
 OP_COST = {
@@ -237,8 +240,8 @@ def learn_with_error(sites: Sequence[Examples], machine: Machine) -> Learned | N
         return None
     off: list[float] = []
     for fold in range(FOLDS):
-        inside = [site for site in sites if _fold(site.workload) != fold]
-        outside = [site for site in sites if _fold(site.workload) == fold]
+        inside = [site for site in sites if fold_of(site.workload) != fold]
+        outside = [site for site in sites if fold_of(site.workload) == fold]
         if not inside or not outside:
             continue
         model = Learned(machine, _train(inside))
@@ -250,7 +253,7 @@ def learn_with_error(sites: Sequence[Examples], machine: Machine) -> Learned | N
     return replace(learned, error=math.sqrt(sum(x * x for x in off) / len(off)) if off else math.inf)
 
 
-def _fold(workload: Workload) -> int:
+def fold_of(workload: Workload) -> int:
     return int(workload.hash(), 16) % FOLDS
 
 
