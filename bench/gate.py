@@ -145,12 +145,14 @@ def report(records: Iterable[Record], isa: ISA) -> dict[str, object] | None:
 
 
 def standing(name: str) -> dict[str, int]:
-    """Epilogue ops of a model that are kernels of their own, and what becomes of them.
+    """Epilogue ops of a model, and what becomes of them.
 
-    in the model       Add, Mul, Relu, Clip, ... nodes and the biases of Conv and Gemm, in the ONNX file.
-    canonical          bias, activation and residual ops once batch normalisation is folded into weights, as Relax ops.
-    behind a layout op those of them that a reshape or a transposition keeps from their anchor before hoisting.
-    after              those that no anchor's kernel has taken in.
+    in the model      Add, Mul, Relu, Clip, BatchNormalization, ... nodes and the biases of Conv and Gemm, in the ONNX file.
+    canonical         bias, activation and residual ops once batch normalisation is folded into weights, as Relax ops.
+    across a layout   those that a reshape or a transposition keeps from their anchor until they are hoisted.
+    others            what would stand if these alone were moved. The RFC counts 98 -> 44 for MobileNetV2 and 49 -> 18 for SqueezeNet: its
+                      rewrite reaches pointwise convolutions, and leaves k x k and depthwise ones and residual additions as they were.
+    after             those that no anchor's kernel has taken in. 0 here: every anchor family computes epilogues, residual ones too.
     """
     model = models.load(name)
     elementwise = {
@@ -177,7 +179,8 @@ def standing(name: str) -> dict[str, int]:
     return {
         "in the model": biased + sum(node.op_type in elementwise for node in model.graph.node),
         "canonical": fused + apart,
-        "behind a layout op": crossed,
+        "across a layout": crossed,
+        "others": fused + apart - crossed,
         "after": apart,
     }
 

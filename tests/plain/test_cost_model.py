@@ -79,6 +79,7 @@ def records(sites: int, factor: dict[str, float] = FACTOR, conditions: Condition
             place, unit = candidate(placement, 0 if placement == "separate" else 2), site * 1e-6
             taken = Measurement(place, (unit * slower, unit * slower * 1.1), default_s=(unit, unit * 1.1))
             found.append(Record.of(workload, taken, conditions))
+        found.append(Record.of(workload, Measurement(candidate(), (unit,)), conditions, "screening"))
     return found
 
 
@@ -104,8 +105,8 @@ def test_learning_is_deterministic() -> None:
 
 
 def test_too_few_measurements_teach_nothing() -> None:
-    assert learn(examples(records(cost_model.MIN_MEASURED // 3), MACHINE), MACHINE) is None
-    assert learn(examples(records(cost_model.MIN_MEASURED // 3 + 1), MACHINE), MACHINE) is not None
+    assert learn(examples(records((cost_model.MIN_MEASURED - 1) // 3), MACHINE), MACHINE) is None
+    assert learn(examples(records((cost_model.MIN_MEASURED + 2) // 3), MACHINE), MACHINE) is not None
 
 
 def test_failures_teach_nothing() -> None:
@@ -118,7 +119,8 @@ def test_what_was_the_default_counts_as_one() -> None:
     closing = Verdict("keeps default", default, 1.0, (1.0, 1.0), 0.0, 15, "")
     for named in (Record.of(WORKLOAD, Measurement(default, (3.0,)), HERE, "screening"), Record.of(WORKLOAD, closing, HERE, "site")):
         (site,) = examples([named, other], MACHINE)
-        assert site.log_ratios == {default: 0.0, candidate("tile"): math.log(0.5)}
+        assert list(site.log_ratios.items()) == [(default, 0.0), (candidate("tile"), math.log(0.5))]
+    assert examples([other], MACHINE) == []
 
 
 def test_sites_of_a_host_keep_its_caches_and_threads() -> None:
@@ -145,9 +147,9 @@ def test_error_of_what_cannot_be_learned_forbids_every_pick() -> None:
     rng, noise = random.Random(0), []
     for record in records(40):
         times = tuple(t * math.exp(rng.gauss(0, 0.3)) for t in record.default_s)
-        noise.append(dataclasses.replace(record, times_s=times))
+        noise.append(dataclasses.replace(record, times_s=times) if times else record)
     model = learned(noise)
-    assert model is not None and model.error > 0.2
+    assert model is not None and model.error > 0.1
     assert model.pick(WORKLOAD, PLACES) is None
 
 

@@ -146,10 +146,12 @@ def test_compaction_keeps_the_newest_verdict_every_failure_and_one_time_of_a_fin
     for i in range(1, 6):
         measured = Measurement(TILE, (8e-6 + i * 1e-6, 1e-5), default_s=(2e-5, 2e-5))
         log.append(Record.of(WORKLOAD, measured, HERE), Record.of(WORKLOAD, verdict(ratio=1 - i / 8), HERE))
+    log.append(Record.of(WORKLOAD, Measurement(DEFAULT, (2e-5, 4e-5)), HERE, "screening"))
     log.append(finished())
     assert log.compact() > 0
     for known in (log, Log([tmp_path])):
-        (measured,) = (r for r in known.records() if r.times_s)
+        measured, default = (r for r in known.records() if r.times_s)
+        assert (default.candidate, default.times_s, default.default_s) == (DEFAULT, (3e-5,), ())
         assert (measured.candidate, measured.times_s, measured.default_s) == (TILE, (1e-5,), (2e-5,))
         assert [r.verdict.ratio for r in known.records() if r.kind == "verdict"] == [1 - 5 / 8]
         assert failure in list(known.records()) and finished() in list(known.records())

@@ -28,11 +28,12 @@ SPILL = 1.2  # one spilled accumulator costs 20 % of a register tile's speed
 MIN_MEASURED = 50  # fewer candidates than this say less than the prior
 MIN_SITES = 20  # fewer workloads than this say nothing about another one
 FOLDS = 4
+ERRORS = 2.0  # picks are extremes: with one error alone, pure noise of any size was taken for a gain
 PARAMETERS = {
-    "objective": "reg:squarederror", "max_depth": 6, "min_child_weight": 5, "eta": 0.1, "tree_method": "hist",
+    "objective": "reg:squarederror", "max_depth": 6, "min_child_weight": 5, "eta": 0.2, "max_bin": 64, "tree_method": "hist",
     "seed": 0, "nthread": 1, "verbosity": 0,
 }  # fmt: skip
-ROUNDS = 150
+ROUNDS = 60
 # Vector instructions for one op on one vector: divisions and roots by their throughput, the rest by the length of their polynomial.
 OP_COST = {
     "div": 8, "sqrt": 9, "pow": 40, "exp": 14, "log": 18, "sigmoid": 24, "tanh": 20, "erf": 22, "softplus": 34, "leaky_relu": 2, "clip": 2,
@@ -172,7 +173,7 @@ class Learned:
 
     def log_ratios(self, workload: Workload, candidates: Sequence[Candidate]) -> list[float]:
         """Of each candidate's time to that of the first, the default."""
-        predicted = _predict(self.booster, _rows_of(workload, candidates, self.machine))
+        predicted = _predict(self.booster, np.array(_rows_of(workload, candidates, self.machine), "float32"))
         return [float(x) for x in predicted - predicted[0]]
 
     def rank(self, workload: Workload, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -184,16 +185,16 @@ class Learned:
     def pick(self, workload: Workload, candidates: Sequence[Candidate]) -> tuple[Candidate, float] | None:
         """The candidate that looks best and its predicted ratio to the default, candidates[0].
 
-        None when it is the default, or when it promises less than this model is usually wrong by.
+        None when it is the default, or when it promises less than ERRORS times what this model is usually wrong by.
         """
         predicted = self.log_ratios(workload, candidates)
         best = min(range(len(candidates)), key=predicted.__getitem__)
-        return (candidates[best], math.exp(predicted[best])) if best and predicted[best] < -self.error else None
+        return (candidates[best], math.exp(predicted[best])) if best and predicted[best] < -ERRORS * self.error else None
 
 
 @dataclass(frozen=True)
 class Examples:
-    """What was measured of one site under one set of conditions: ln(time / default's time) of each candidate."""
+    """What was measured of one site under one set of conditions: ln(time / default's time) of each candidate, the default's 0 first."""
 
     workload: Workload
     machine: Machine
@@ -203,24 +204,27 @@ class Examples:
 def examples(records: Iterable[Record], machine: Machine) -> list[Examples]:
     """Measured sites, in the order of the records.
 
-    records   of any host with this ISA: the caller leaves out others; cache sizes and threads are taken from the records.
+    records   of any host with this ISA: the caller leaves out others; cache sizes and threads are taken from the records. Sites whose
+              default isn't named, by a sample of its own or a closing record, are left out: a release may have another default.
     """
     found: dict[tuple[object, ...], dict[Candidate, list[float]]] = defaultdict(lambda: defaultdict(list))
     conditions_of: dict[tuple[object, ...], tuple[Workload, Conditions]] = {}
+    defaults: dict[tuple[object, ...], Candidate] = {}
     for record in records:
         there = record.conditions
         site: tuple[object, ...] = record.workload, there.host.key, there.threads, there.kernel_digest
         if record.default_s:
             ratios = (math.log(t / d) for t, d in zip(record.times_s, record.default_s, strict=True))
             found[site][record.candidate].append(median(ratios))
-        elif record.kind == "site" or record.times_s:  # of the default: nothing else is timed without it
-            found[site][record.candidate].append(0.0)
+        elif record.kind == "site" or record.times_s:  # nothing but the default is timed without the default beside it
+            defaults[site] = record.candidate
         conditions_of[site] = record.workload, there
     sites = []
-    for site, ratios_of in found.items():
+    for site, default in defaults.items():
         workload, there = conditions_of[site]
         measured_on = Machine(machine.isa, there.host.l1, there.host.l2, there.host.l3, there.threads)
-        sites.append(Examples(workload, measured_on, {c: median(ratios) for c, ratios in ratios_of.items()}))
+        others = {c: median(ratios) for c, ratios in found[site].items() if c != default}
+        sites.append(Examples(workload, measured_on, {default: 0.0} | others))
     return sites
 
 
@@ -231,25 +235,24 @@ def learn(sites: Sequence[Examples], machine: Machine) -> Learned | None:
     """
     if sum(len(site.log_ratios) for site in sites) < MIN_MEASURED:
         return None
-    return Learned(machine, _train(sites))
+    return Learned(machine, _train(sites, [_rows(site) for site in sites]))
 
 
 def learn_with_error(sites: Sequence[Examples], machine: Machine) -> Learned | None:
     """As `learn`, with the error estimated on sites that a model of the others has not seen. None also below MIN_SITES workloads."""
     if len({site.workload for site in sites}) < MIN_SITES or (learned := learn(sites, machine)) is None:
         return None
+    rows, folds = [_rows(site) for site in sites], [fold_of(site.workload) for site in sites]
     off: list[float] = []
-    for fold in range(FOLDS):
-        inside = [site for site in sites if fold_of(site.workload) != fold]
-        outside = [site for site in sites if fold_of(site.workload) == fold]
-        if not inside or not outside:
+    for fold in set(folds):
+        inside, outside = ([i for i, f in enumerate(folds) if (f == fold) == out] for out in (False, True))
+        if not inside:
             continue
-        model = Learned(machine, _train(inside))
-        for site in outside:
-            measured = list(site.log_ratios)
-            predicted = dict(zip(measured, model.log_ratios(site.workload, measured), strict=True))
-            best = min(predicted, key=predicted.__getitem__)
-            off.append(site.log_ratios[best] - predicted[best])
+        booster = _train([sites[i] for i in inside], [rows[i] for i in inside])
+        predicted = np.split(_predict(booster, np.concatenate([rows[i] for i in outside])), np.cumsum([len(rows[i]) for i in outside])[:-1])
+        for i, found in zip(outside, predicted, strict=True):
+            best = int(np.argmin(found))
+            off.append(list(sites[i].log_ratios.values())[best] - float(found[best] - found[0]))
     return replace(learned, error=math.sqrt(sum(x * x for x in off) / len(off)) if off else math.inf)
 
 
@@ -257,20 +260,19 @@ def fold_of(workload: Workload) -> int:
     return int(workload.hash(), 16) % FOLDS
 
 
-def _train(sites: Sequence[Examples]) -> Any:
+def _rows(site: Examples) -> np.ndarray:
+    return np.array(_rows_of(site.workload, list(site.log_ratios), site.machine), "float32")
+
+
+def _train(sites: Sequence[Examples], rows: Sequence[np.ndarray]) -> Any:
     import xgboost
 
-    rows: list[list[float]] = []
-    targets: list[float] = []
-    for site in sites:
-        rows += _rows_of(site.workload, list(site.log_ratios), site.machine)
-        middle = median(site.log_ratios.values())
-        targets += [x - middle for x in site.log_ratios.values()]
-    data = xgboost.DMatrix(np.array(rows, "float32"), np.array(targets, "float32"), nthread=1)
+    targets = [np.array(list(site.log_ratios.values())) - median(site.log_ratios.values()) for site in sites]
+    data = xgboost.DMatrix(np.concatenate(rows), np.concatenate(targets).astype("float32"), nthread=1)
     return xgboost.train(PARAMETERS, data, num_boost_round=ROUNDS)
 
 
-def _predict(booster: Any, rows: Sequence[Sequence[float]]) -> np.ndarray:
+def _predict(booster: Any, rows: np.ndarray) -> np.ndarray:
     import xgboost
 
-    return booster.predict(xgboost.DMatrix(np.array(rows, "float32"), nthread=1))
+    return booster.predict(xgboost.DMatrix(rows, nthread=1))

@@ -364,7 +364,8 @@ def _median_of(measurements: Sequence[Record]) -> Record:
         return (float(f"{seconds:.{SIGNIFICANT}g}"),)
 
     seconds = median(t for record in measurements for t in record.times_s)
-    ratios = [t / d for record in measurements for t, d in zip(record.times_s, record.default_s, strict=True) if record.default_s]
+    beside = [record for record in measurements if record.default_s]
+    ratios = [t / d for record in beside for t, d in zip(record.times_s, record.default_s, strict=True)]
     default_s = rounded(seconds / median(ratios)) if ratios else ()
     return replace(measurements[-1], kind="measurement", times_s=rounded(seconds), default_s=default_s)
 
