@@ -54,7 +54,8 @@ def plan_for(target: Any, threads: int | None, fuse: Fuse, logs: str | os.PathLi
     here = host() if target is None else None
     log = (Log([logs]) if logs is not None else Log.shipped_and_own()) if fuse == "measured" else None
     if log and log.damage:
-        warnings.warn(f"{len(log.damage)} damaged lines of the tuning log are skipped, the first at {log.damage[0]}", stacklevel=3)
+        first = f"{len(log.damage)} damaged lines of the tuning log are skipped, the first at {log.damage[0]}"
+        warnings.warn(f"{first} (a writer was killed, or the file was edited); `tvmfuse log compact` drops them", stacklevel=3)
     return Plan(compiled_for, for_machine, Chooser(fuse, for_machine, log, here, toolchain(), predictor))
 
 

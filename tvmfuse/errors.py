@@ -4,9 +4,16 @@ from __future__ import annotations
 
 
 class TvmfuseError(Exception):
-    """Base of all errors raised on purpose: the message says what, where and what to do."""
+    """Base of all errors raised on purpose: the message says what, where and what to do.
+
+    command_line  the message with options in place of arguments, where it names any.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str, command_line: str | None = None) -> None:
+        super().__init__(message)
+        self.command_line = command_line or message
 
 
 class UsageError(TvmfuseError, ValueError):

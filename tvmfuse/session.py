@@ -244,6 +244,15 @@ class Session:
         return self._local.main
 
 
+def is_artifact(path: str | os.PathLike[str]) -> bool:
+    """Whether this is a file that `Session.save` wrote, whatever it is called."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {MANIFEST, LIBRARY} <= set(archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
 def load(path: str | os.PathLike[str]) -> Session:
     """Open a saved model, after checking that it is whole and that this CPU and toolchain can run it.
 
@@ -268,7 +277,8 @@ def load(path: str | os.PathLike[str]) -> Session:
         raise ModelError(f"{path} is damaged: it doesn't have the digest that its manifest states; build it again")
     missing = sorted(set(manifest.features) - set(host().features))
     if missing:
-        raise TargetMismatch(f"{path} was built for a CPU with {', '.join(missing)}, which this one lacks; build it here or with target=")
+        lacks = f"{path} was built for a CPU with {', '.join(missing)}, which this one lacks; build it here or with "
+        raise TargetMismatch(f"{lacks}target=", f"{lacks}--target")
     here = toolchain()
     for name in ("tvm", "tvm_ffi"):
         if manifest.toolchain.get(name) != here[name]:
@@ -312,7 +322,8 @@ def _named(arrays: Mapping[str, np.ndarray], info: TensorInfo) -> np.ndarray:
     if tuple(array.shape) != tuple(info.shape):
         raise UsageError(f"{info.name!r} has shape {tuple(array.shape)}, expected {tuple(info.shape)}")
     if array.dtype.newbyteorder("=") != np.dtype(info.dtype):
-        raise UsageError(f"{info.name!r} has dtype {array.dtype}, expected {info.dtype}; pass array.astype({info.dtype!r})")
+        found = f"{info.name!r} has dtype {array.dtype}, expected {info.dtype}; "
+        raise UsageError(f"{found}pass array.astype({info.dtype!r})", f"{found}convert the file")
     return array
 
 

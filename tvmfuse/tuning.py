@@ -97,12 +97,17 @@ def tune(
     plan, prepared = job.plan, job.prepared
     job.log.check_writable(host())
 
+    decided: dict[Workload, search.SiteResult] = {}
+
     with LocalDevice(kernel.build_kernel, plan.target, plan.machine, working_set(prepared)) as device:
 
         def tune_one(demand: search.Demand, share: float) -> search.SiteResult:
-            progress(min(1.0, (time.monotonic() - began) / job.budget_s), str(demand.workload))
+            done = min(1.0, (time.monotonic() - began) / job.budget_s)
+            progress(done, f"{_so_far(decided, len(job.demands))}; {demand.workload.anchor}")
             candidates, conditions = kernel.candidates(demand.workload, plan.machine), _conditions(demand.workload, plan)
-            return search.tune_site(demand.workload, candidates, device, job.log, conditions, budget_s=share, rank=job.rank)
+            result = search.tune_site(demand.workload, candidates, device, job.log, conditions, budget_s=share, rank=job.rank)
+            decided[demand.workload] = result
+            return result
 
         results, left = search.spend(job.demands, job.sites_s - (time.monotonic() - began), tune_one)
     gate, reverted = _gate(prepared, plan, job.log, results, progress, began + job.budget_s)
@@ -116,6 +121,11 @@ def tune(
         reverted=tuple(reverted),
         spent_s=time.monotonic() - began,
     )
+
+
+def _so_far(decided: Mapping[Workload, search.SiteResult], sites: int) -> str:
+    best = min((result.verdict.ratio for result in decided.values() if result.verdict), default=1.0)
+    return f"{len(decided)} of {sites} sites" + (f", best gain {1 - best:.1%}" if best < 1 else "")
 
 
 def dry_run(

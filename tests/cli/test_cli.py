@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +15,15 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from rich.console import Console
 
 import tvmfuse
 from tvmfuse import cli, errors
 from tvmfuse.cli.arguments import parse_shapes
-from tvmfuse.values import Epilogue, Matmul, Operand, Site, Step, Workload
+from tvmfuse.cli.output import print_table, progress
+from tvmfuse.explaining import Blocked, Explained, Option
+from tvmfuse.model.shapes import bind
+from tvmfuse.values import Candidate, Epilogue, Matmul, Operand, Site, Step, Verdict, Workload
 
 SITE = Site(
     name="conv1",
@@ -34,15 +40,32 @@ SITE = Site(
 )
 
 
-@dataclasses.dataclass
-class Refusal:
-    op: str
+BLOCKED = Blocked("act", "probabilities", "second user", "act stays below lv1: two users", "let it read act", "conv1")
+DEFAULT, TILE = Candidate("register", 2, (("mr", 6),)), Candidate("tile", 1, (("mr", 6),))
+EXPLAINED = Explained(
+    site=SITE,
+    why="measured: at least 8.0% faster",
+    hint=None,
+    predicted_s=2e-6,
+    predicted_ratio=0.95,
+    bytes_saved=512,
+    bound_s=1e-6,
+    options=(Option(DEFAULT, 2e-6, 1.0), Option(TILE, 1.9e-6, 0.95, Verdict("wins", TILE, 0.9, (0.88, 0.92), 0.001, 15, "for this test"))),
+    blocked=(BLOCKED,),
+)
 
-    def __str__(self) -> str:
-        return f"{self.op} stays below lv1: two users"
 
+class FakeReport:
+    sites = (EXPLAINED,)
+    refusals = (BLOCKED,)
 
-REFUSAL = Refusal("lv2")
+    def site(self, name: str) -> Explained:
+        if name not in SITE.name:
+            raise errors.UsageError(f"no site is called {name!r}; there are: conv1")
+        return EXPLAINED
+
+    def before_after(self, name: str) -> tuple[str, str]:
+        return "lv: reshape(act)", "act: relu(lv)"
 
 
 @dataclasses.dataclass
@@ -116,7 +139,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict]:
         "build": FakeSession(),
         "load": FakeSession(),
         "tune": Summary(),
-        "explain": SimpleNamespace(sites=[SimpleNamespace(site=SITE, predicted_s=2e-6, bytes_saved=512)], refusals=[REFUSAL]),
+        "explain": FakeReport(),
     }.items():
         monkeypatch.setitem(vars(tvmfuse), name, fake(name, result))
     return calls
@@ -155,10 +178,57 @@ def test_json_is_all_that_stdout_gets(invoke: Invoke, asked: dict, model: Path, 
 
 
 def test_explain_adds_prediction_and_refusals(invoke: Invoke, asked: dict, model: Path) -> None:
-    text = invoke("explain", model).out
-    assert "predicted us" in text and "lv2 stays below lv1: two users" in text
+    done = invoke("explain", model)
+    assert "predicted us" in done.out and "act stays below lv1: two users [second user: probabilities]" in done.out
+    assert "what could be done: let it read act" in done.out and "1 sites, 1 refusals" in done.err
     told = json.loads(invoke("explain", model, "--json").out)
-    assert (told["sites"][0]["predicted_s"], told["sites"][0]["bytes_saved"], told["refusals"]) == (2e-6, 512, [{"op": "lv2"}])
+    assert (told["sites"][0]["predicted_s"], told["sites"][0]["bytes_saved"]) == (2e-6, 512)
+    assert (told["refusals"][0]["node"], told["sites"][0]["options"][1]["verdict"]["ci"]) == ("probabilities", [0.88, 0.92])
+
+
+def test_explain_tells_all_of_one_site(invoke: Invoke, asked: dict, model: Path) -> None:
+    done = invoke("explain", model, "conv", "--before-after")
+    assert "tile@1 mr=6" in done.out and "wins: for this test" in done.out and "not in the loop: act" in done.out
+    order = [done.out.index(text) for text in ("before hoisting", "reshape(act)", "after hoisting", "relu(lv)")]
+    assert order == sorted(order)
+    assert json.loads(invoke("explain", model, "conv", "--before-after", "--json").out)["after"] == "act: relu(lv)"
+    absent = invoke("explain", model, "nothing")
+    assert (absent.code, "there are: conv1" in absent.err) == (2, True)
+    assert invoke("explain", model, "--before-after").code == 2
+
+
+def test_report_appears_whole_or_not_at_all(
+    invoke: Invoke, asked: dict, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tvmfuse.report.collect.collect", lambda *_: SimpleNamespace(counts=lambda: {"found": 3}, timings=[]))
+    monkeypatch.setattr("tvmfuse.report.page.render", lambda findings: "<p>")
+    done = invoke("report", model, "-o", tmp_path / "r.html")
+    assert (done.code, (tmp_path / "r.html").read_text(), "3 found" in done.err) == (0, "<p>", True)
+
+    def broken(findings: object) -> str:
+        raise RuntimeError("no template")
+
+    monkeypatch.setattr("tvmfuse.report.page.render", broken)
+    assert invoke("report", model, "-o", tmp_path / "other.html").code == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["r.html", "relu.onnx"]
+
+
+def test_a_table_too_wide_for_the_terminal_becomes_paragraphs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"site": "conv[bold]1", "why": "x" * 50, "hint": ""}]
+    for width, wide in ((200, True), (40, False)):
+        console = Console(width=width, force_terminal=True, color_system=None)
+        monkeypatch.setattr("tvmfuse.cli.output.stdout", lambda console=console: console)
+        print_table(rows)
+        lines = capsys.readouterr().out.splitlines()
+        assert ("site" in lines[0] and "why" in lines[0]) is wide
+        assert "conv[bold]1" in lines[1 if wide else 0]
+
+
+def test_progress_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("tvmfuse.cli.output.Console", lambda stderr: Console(stderr=True, width=120, force_terminal=True))
+    with progress("enc.onnx") as tell:
+        tell(0.5, "7 of 20 sites, best gain 6.1%")
+    assert "7 of 20 sites, best gain 6.1%" in capsys.readouterr().err
 
 
 def test_names_are_no_markup(invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +326,7 @@ def test_interrupted_tuning_says_what_is_kept(invoke: Invoke, model: Path, monke
         (["--shape", "S"], "--shape takes NAME=N"),
         (["--shape", "=1"], "--shape takes NAME=N"),
         (["--shape", "S=big"], "--shape takes NAME=N"),
+        (["--shape", "S=1", "--shape", "S=2"], "--shape is given twice for 'S'"),
         (["--input", "x"], "--input takes NAME=FILE.npy"),
         (["--input", "x=absent.npy"], "absent.npy can't be read"),
         ([], "input 'x' is missing"),
@@ -309,6 +380,70 @@ def test_no_command_shows_the_help(invoke: Invoke) -> None:
 
 def test_absent_model_is_wrong_use(invoke: Invoke, asked: dict) -> None:
     assert invoke("explain", "absent.onnx").code == 2
+
+
+def test_an_input_given_twice_is_refused(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((2, 3), np.float32))
+    given = ["--input", f"x={tmp_path / 'x.npy'}"]
+    done = invoke("run", model, *given, *given)
+    assert (done.code, "--input is given twice for 'x'" in done.err) == (2, True)
+
+
+def test_an_artifact_is_known_by_its_content(invoke: Invoke, asked: dict, tmp_path: Path) -> None:
+    for name in ("m.onnx", "m.bin"):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr("manifest.json", "{}")
+            archive.writestr("model.so", "")
+        assert invoke("run", tmp_path / name, "--random", "0").code == 0
+        assert asked.pop("load")["model"] == tmp_path / name
+        refused = invoke("explain", tmp_path / name)
+        assert (refused.code, "is a tvmfuse artifact, not an ONNX model" in refused.err) == (2, True)
+    assert not asked
+
+
+def test_another_archive_is_no_artifact(invoke: Invoke, asked: dict, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "m.onnx", "w") as archive:
+        archive.writestr("weights", "")
+    invoke("run", tmp_path / "m.onnx", "--random", "0")
+    assert list(asked) == ["build"]
+
+
+def test_the_model_is_not_overwritten(invoke: Invoke, asked: dict, model: Path) -> None:
+    done = invoke("build", model, "-o", model)
+    assert (done.code, "is the model itself" in done.err, asked) == (2, True, {})
+
+
+def test_where_nothing_can_be_written_nothing_is_built(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:
+    done = invoke("build", model, "-o", tmp_path / "absent" / "a.tvmfuse")
+    assert (done.code, "there is no folder" in done.err, asked) == (2, True, {})
+
+
+def test_hints_are_spelled_as_options(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, shapes: dict, **__: object) -> None:
+        bind({"x": (1, "S"), "y": (None, 3)}, shapes, "model")
+
+    monkeypatch.setitem(vars(tvmfuse), "explain", fail)
+    assert invoke("explain", model).err.endswith("Bind it with the extents you will run: --shape S=1 --shape y=1,3\n")
+    assert "--shape T=1 binds nothing" in invoke("explain", model, "--shape", "T=1").err
+    assert "--shape z=5, binds nothing" in invoke("explain", model, "--shape", "z=5,").err
+
+
+def test_a_listing_becomes_one_line(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise errors.UnsupportedError("these can't be compiled:\n  A: why\n  B: why")
+
+    monkeypatch.setitem(vars(tvmfuse), "explain", fail)
+    assert invoke("explain", model).err == "tvmfuse: these can't be compiled: A: why; B: why\n"
+
+
+def test_a_warning_is_one_line_said_once(invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(*_: object, **__: object) -> SimpleNamespace:
+        for _ in range(2):
+            warnings.warn("NaN in the weights", stacklevel=1)
+        return SimpleNamespace(sites=[], refusals=[])
+
+    monkeypatch.setitem(vars(tvmfuse), "explain", warn)
+    assert invoke("explain", model).err.count("tvmfuse: warning: NaN in the weights\n") == 1
 
 
 def test_outputs_go_nowhere_when_the_folder_cannot_be_made(invoke: Invoke, asked: dict, model: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -14,8 +15,10 @@ import typer
 from ..errors import TvmfuseError
 from . import log
 from .building import build, run
+from .diagnosing import doctor
 from .explaining import explain
 from .output import say
+from .reporting import report
 from .tuning import demo, tune
 
 # What the parser raises; typer exports only this subclass of it
@@ -26,19 +29,29 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 def main() -> None:
     """Entry point; exits with the code of the error, 130 when interrupted."""
-    try:
-        sys.exit(app(prog_name="tvmfuse", standalone_mode=False))
-    except WRONG_USE as error:
-        say(wrong_use(error))
-        sys.exit(2)
-    except Exception as error:
-        if "--debug" in sys.argv:
-            raise
-        if isinstance(error, TvmfuseError):
-            say(f"tvmfuse: {error}")
-            sys.exit(error.exit_code)
-        say(f"tvmfuse: internal error: {type(error).__name__}: {error}; the same with `tvmfuse --debug` shows where")
-        sys.exit(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("once", category=UserWarning)
+        warnings.showwarning = lambda message, *_, **__: say(f"tvmfuse: warning: {one_line(str(message))}")
+        try:
+            sys.exit(app(prog_name="tvmfuse", standalone_mode=False))
+        except WRONG_USE as error:
+            say(wrong_use(error))
+            sys.exit(2)
+        except Exception as error:
+            if "--debug" in sys.argv:
+                raise
+            if isinstance(error, TvmfuseError):
+                say(f"tvmfuse: {one_line(error.command_line)}")
+                sys.exit(error.exit_code)
+            said = f"{type(error).__name__}: {error}"
+            say(f"tvmfuse: internal error: {one_line(said)}; the same with `tvmfuse --debug` shows where")
+            sys.exit(1)
+
+
+def one_line(text: str) -> str:
+    """Lines become items that semicolons part; a heading keeps its colon."""
+    heading, *items = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return f"{heading} {'; '.join(items)}" if heading.endswith(":") else "; ".join([heading, *items])
 
 
 def wrong_use(error: Exception) -> str:
@@ -46,7 +59,7 @@ def wrong_use(error: Exception) -> str:
     text, context = error.format_message(), error.ctx  # type: ignore[attr-defined]
     if type(error).__name__ == "NoArgsIsHelpError":
         return text
-    return f"tvmfuse: {' '.join(text.split()).rstrip('.')}; see `{context.command_path if context else 'tvmfuse'} --help`"
+    return f"tvmfuse: {one_line(text).rstrip('.')}; see `{context.command_path if context else 'tvmfuse'} --help`"
 
 
 def _version(wanted: bool) -> None:
@@ -67,6 +80,6 @@ def options(
     """
 
 
-for command in (build, run, tune, explain, demo):
+for command in (build, run, tune, explain, report, demo, doctor):
     app.command()(command)
 app.add_typer(log.app, name="log", help="Look after tuning logs: stats, verify, compact, merge.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +12,14 @@ import typer
 
 from ..errors import UsageError
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL", exists=True, dir_okay=False, help="An ONNX file.")]
+
+def _onnx(path: Path) -> Path:
+    if holds_artifact(path):
+        raise UsageError(f"{path} is a tvmfuse artifact, not an ONNX model; `tvmfuse run {path}` runs it")
+    return path
+
+
+Model = Annotated[Path, typer.Argument(callback=_onnx, metavar="MODEL", exists=True, dir_okay=False, help="An ONNX file.")]
 Shapes = Annotated[
     list[str] | None,
     typer.Option("--shape", metavar="NAME=N[,N...]", help="Bind a free dimension (S=1) or a whole input (x=1,3,224,224); may be repeated."),
@@ -20,6 +28,15 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads of one call; b
 Logs = Annotated[Path | None, typer.Option(file_okay=False, help="Folder of tuning records; by default the shipped ones and your own.")]
 Fuse = Annotated[Literal["measured", "always", "never"], typer.Option(help="Where epilogues are computed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def holds_artifact(path: Path) -> bool:
+    """By content, whatever the file is called."""
+    if not zipfile.is_zipfile(path):
+        return False
+    from ..session import is_artifact  # waits for TVM
+
+    return is_artifact(path)
 
 
 def parse_shapes(texts: Sequence[str] | None) -> dict[str, int | tuple[int, ...]]:
@@ -33,6 +50,8 @@ def parse_shapes(texts: Sequence[str] | None) -> dict[str, int | tuple[int, ...]
             parsed = ()
         if not name or not parsed:
             raise UsageError(f"--shape takes NAME=N or NAME=N,N,...; not {text!r}")
+        if name in shapes:
+            raise UsageError(f"--shape is given twice for {name!r}: keep one of them")
         shapes[name] = parsed if "," in extents else parsed[0]
     return shapes
 

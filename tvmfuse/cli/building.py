@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ import typer
 import tvmfuse
 
 from ..errors import UsageError
-from .arguments import AsJson, Fuse, Logs, Model, Shapes, Threads, parse_shapes, parse_target
-from .output import print_table, say, show
+from .arguments import AsJson, Fuse, Logs, Model, Shapes, Threads, holds_artifact, parse_shapes, parse_target
+from .output import check_output, print_table, say, show, written
 
 
 def build(
@@ -30,6 +29,7 @@ def build(
     as_json: AsJson = False,
 ) -> None:
     """Compile a model into an artifact."""
+    check_output(output, model)
     session = tvmfuse.build(model, shapes=parse_shapes(shape), target=parse_target(target), threads=threads, fuse=fuse, logs=logs)
     session.save(output)
     show(session.sites, as_json, artifact=str(output), kernels=session.kernel_count)
@@ -47,13 +47,13 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Compute a model's outputs."""
-    if model.suffix == ".tvmfuse":
+    if model.suffix == ".tvmfuse" or holds_artifact(model):
         if shape or threads or fuse != "measured":
             raise UsageError("--shape, --fuse and --threads were settled when the artifact was built")
         session = tvmfuse.load(model)
     else:
         session = tvmfuse.build(model, shapes=parse_shapes(shape), threads=threads, fuse=fuse)
-    feeds = dict(read_input(text) for text in inputs or ())
+    feeds = read_inputs(inputs or ())
     if random is not None:
         rng = np.random.default_rng(random)
         feeds |= {i.name: draw(rng, i.shape, i.dtype) for i in session.get_inputs() if i.name not in feeds}
@@ -69,6 +69,16 @@ def run(
             for name, x in results.items()
         ]
     )
+
+
+def read_inputs(texts: Sequence[str]) -> dict[str, np.ndarray]:
+    feeds: dict[str, np.ndarray] = {}
+    for text in texts:
+        name, value = read_input(text)
+        if name in feeds:
+            raise UsageError(f"--input is given twice for {name!r}: keep one of them")
+        feeds[name] = value
+    return feeds
 
 
 def read_input(text: str) -> tuple[str, np.ndarray]:
@@ -98,11 +108,8 @@ def write_outputs(folder: Path, results: Mapping[str, np.ndarray]) -> None:
     """One .npy each, named after the output with what a file name can't hold percent-encoded; each appears whole or not at all."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, value in results.items():
-            target = folder / f"{urllib.parse.quote(name, safe='')}.npy"
-            partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-            with partial.open("wb") as file:
-                np.save(file, value)
-            os.replace(partial, target)
     except OSError as error:
         raise UsageError(f"can't write to {folder}: {error.strerror or error}") from error
+    for name, value in results.items():
+        with written(folder / f"{urllib.parse.quote(name, safe='')}.npy") as partial, partial.open("wb") as file:
+            np.save(file, value)

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..errors import UsageError
 from ..values import Site
+
+
+def check_output(path: Path, model: Path) -> None:
+    """Before anything is computed: raises UsageError for a file that couldn't be written, or that would replace the model."""
+    if not path.parent.is_dir():
+        raise UsageError(f"can't write {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"can't write {path}: the folder {path.parent} is read-only")
+    if path.exists() and path.samefile(model):
+        raise UsageError(f"{path} is the model itself; write to another file")
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """A place to write to; `path` appears, whole, when that has ended well. Raises UsageError when it can't be written."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield partial
+        os.replace(partial, path)
+    except OSError as error:
+        raise UsageError(f"can't write {path}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def say(text: str) -> None:
@@ -29,9 +56,9 @@ def stdout() -> Console:
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar on stderr while a terminal is there; the caller reports the fraction done and what it is doing."""
+    """A bar with the time left, on stderr, while a terminal is there; the caller reports the fraction done and what it is doing."""
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task(title, total=1.0)
         yield lambda done, doing: bars.update(task, completed=done, description=f"{title}: {doing}")
@@ -43,6 +70,11 @@ def describe(site: Site) -> dict[str, Any]:
     return {**fields, "workload": str(site.workload), "workload_hash": site.workload.hash()}
 
 
+def placed(site: Site) -> str:
+    """Where the epilogue is computed, and how many of its steps."""
+    return f"{site.placement} {site.cut}/{len(site.workload.epilogue.steps)}" if site.placement else "-"
+
+
 def cells(site: Site) -> dict[str, str]:
     """A site as a line of a table: heading -> text."""
     interval = f" [{site.ci[0]:.3f}, {site.ci[1]:.3f}]" if site.ci else ""
@@ -51,7 +83,7 @@ def cells(site: Site) -> dict[str, str]:
         "anchor": site.anchor,
         "epilogue": " ".join(site.epilogue),
         "across": " ".join(site.crossed),
-        "placement": f"{site.placement} {site.cut}/{len(site.workload.epilogue.steps)}" if site.placement else "-",
+        "placement": placed(site),
         "ratio [interval]": f"{site.ratio:.3f}{interval}" if site.ratio is not None else "",
         "source": site.source,
         "reason": site.reason or "",
@@ -66,8 +98,27 @@ def show(sites: Sequence[Site], as_json: bool, **facts: object) -> None:
 
 
 def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    if rows:
-        table = Table(*rows[0], box=None)
-        for row in rows:
-            table.add_row(*(escape(text) for text in row.values()))
-        stdout().print(table)
+    """A line a row; where that is wider than the terminal, a paragraph a row: folded cells can't be read. Empty columns are left out."""
+    if not rows:
+        return
+    headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    console, table = stdout(), Table(*headings, box=None)
+    for row in rows:
+        table.add_row(*(escape(row[heading]) for heading in headings))
+    unlimited = console.options.update(max_width=10_000)
+    if not console.is_terminal or Measurement.get(console, unlimited, table).maximum <= console.width:
+        console.print(table)
+        return
+    for row in rows:
+        print_fields(row)
+
+
+def print_fields(fields: Mapping[str, str]) -> None:
+    """The first as a heading, the others that say something below it."""
+    (title, name), *rest = fields.items()
+    console, grid = stdout(), Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+    console.print(f"{title} [bold]{escape(name)}[/]")
+    for heading, text in rest:
+        if text:
+            grid.add_row(heading, escape(text))
+    console.print(grid)

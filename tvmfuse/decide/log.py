@@ -501,7 +501,8 @@ def _writable(path: Path) -> Iterator[None]:
     except filelock.Timeout:
         raise UsageError(f"tuning log {path} has been locked by another process for {LOCK_TIMEOUT_S:.0f} s") from None
     except OSError as error:
-        raise UsageError(f"tuning log {path} can't be written: {error.strerror}; pass a folder of your own as logs") from error
+        problem = f"tuning log {path} can't be written: {error.strerror}"
+        raise UsageError(f"{problem}; pass a folder of your own as logs", f"{problem}; name a folder of your own with --logs") from error
 
 
 def _append_durably(path: Path, data: bytes) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -57,12 +57,18 @@ Rule = Literal[
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why one op stays below a layout op. `op` and `blocking` name variables of the module; `hint` is for a person."""
+    """Why one op stays below a layout op, or outside of the loop of the anchor that it follows. `hint` is for a person.
+
+    op        name of its variable, which is the ONNX node's; blocking: what it stays below.
+    culprit   the variable that the rule is about, such as the second reader; anchor: where the path starts that ends here.
+    """
 
     op: str
     blocking: str
     rule: Rule
     hint: str
+    culprit: str = field(default="", compare=False)
+    anchor: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.op} stays below {self.blocking}: {self.hint}"
@@ -130,6 +136,7 @@ def why_not(mod: tvm.IRModule, op: str) -> str | None:
 class _Problem:
     rule: Rule
     hint: str
+    culprit: Var
 
 
 class _Analysis:
@@ -176,7 +183,7 @@ class _Analysis:
                 break
             value, chain = crossing.var, (*chain, crossing)
         self._claimed.update(path)
-        self._refuse(value, chain, held)
+        self._refuse(anchor, value, chain, held)
         hoisted = {var: crossed for var, crossed in path.items() if crossed}
         if hoisted:
             exit_ = next(reversed(hoisted))
@@ -192,56 +199,57 @@ class _Analysis:
         """Why `var` can't be computed on the anchor's side of `chain`; `region` holds what is already there."""
         value = self.values[var]
         if op_name(value) not in EPILOGUE_OPS:
-            return _Problem("not an epilogue op", f"{_name(var, value)} is not an epilogue op")
+            return _Problem("not an epilogue op", f"{_name(var, value)} is not an epilogue op", var)
         below, result = _static_shape(entry), _static_shape(var)
         if below is None or result is None:
-            return _Problem("unknown shape", f"the shape of {_name(var, value)} is only known at run time")
+            return _Problem("unknown shape", f"the shape of {_name(var, value)} is only known at run time", var)
         if result != below:
-            return _Problem("broadcasts up", f"an operand broadcasts {_text(below)} up to {_text(result)}")
+            return _Problem("broadcasts up", f"an operand broadcasts {_text(below)} up to {_text(result)}", var)
         above = chain[0].before if chain else below
         for position, operand in enumerate(value.args):
             if not _is_tensor(operand) or operand in region:
                 continue
             shape = _operand_shape(value, position)
             if shape is None:
-                return _Problem("unknown shape", f"the shape of its operand {_name(operand)} is only known at run time")
+                return _Problem("unknown shape", f"the shape of its operand {_name(operand)} is only known at run time", operand)
             if pull_back(above, _ops(chain), shape).materialises and self.constant(operand) is None:
                 spans = f"its run-time operand {_name(operand)} {_text(shape)} spans only a part of an axis of {_text(above)}"
-                return _Problem("part of an axis", f"{spans}; a constant would be repeated along it")
+                return _Problem("part of an axis", f"{spans}; a constant would be repeated along it", operand)
         return None
 
-    def _refuse(self, value: Var, chain: Chain, held: list[Var]) -> None:
-        """Record why the readers of `value`, at which a path ends, stay where they are."""
+    def _refuse(self, anchor: Var, value: Var, chain: Chain, held: list[Var]) -> None:
+        """Record why the readers of `value`, at which the path from `anchor` ends, stay where they are."""
         for user in self._users[value]:
             name = op_name(self.values[user])
             if name in LAYOUT_OPS:
                 for op in self._epilogue_ops_below(user):
-                    self._record(op, self._layout_name(user), self._why_not_crossed(value, user))
-            elif chain and name in EPILOGUE_OPS:
+                    self._record(anchor, op, self._layout_name(user), self._why_not_crossed(value, user))
+            elif name in EPILOGUE_OPS:
                 dependence = self._why_dependent(value, user, held)
                 problem = dependence or self._problem(user, value, chain, {value, *held}) or self._why_held(value, user, held)
-                self._record(user, str(chain[-1]), problem)
+                self._record(anchor, user, str(chain[-1]) if chain else value.name, problem)
             elif chain and name and name not in ANCHORS:
-                self._record(user, str(chain[-1]), self._problem(user, value, chain, {value}))
+                self._record(anchor, user, str(chain[-1]), self._problem(user, value, chain, {value}))
 
-    def _record(self, op: Var, blocking: str, problem: _Problem | None) -> None:
+    def _record(self, anchor: Var, op: Var, blocking: str, problem: _Problem | None) -> None:
         assert problem is not None, op
-        self._refused.setdefault(op, Refusal(op.name, blocking, problem.rule, problem.hint))
+        self._refused.setdefault(op, Refusal(op.name, blocking, problem.rule, problem.hint, problem.culprit.name, anchor.name))
 
     def _why_not_crossed(self, value: Var, layout: Var) -> _Problem:
         if shared := self._why_shared(value, layout, []):
             return shared
         before = _static_shape(value)
         if before is None or _static_shape(layout) is None:
-            return _Problem("unknown shape", f"the shape of {_name(layout, self.values[layout])} is only known at run time")
+            return _Problem("unknown shape", f"the shape of {_name(layout, self.values[layout])} is only known at run time", layout)
         if 0 in before:
-            return _Problem("empty tensor", f"`{value.name}` has no elements")
-        return _Problem("not a layout op", f"{_name(layout, self.values[layout])} does more than to permute elements")
+            return _Problem("empty tensor", f"`{value.name}` has no elements", value)
+        return _Problem("not a layout op", f"{_name(layout, self.values[layout])} does more than to permute elements", layout)
 
     def _why_dependent(self, value: Var, user: Var, held: list[Var]) -> _Problem | None:
         for operand in relax.analysis.free_vars(self.values[user]):
             if operand not in (value, *held) and self._depends(operand, value):
-                return _Problem("depends on the anchor", f"its operand `{operand.name}` depends on the anchor's own result `{value.name}`")
+                hint = f"its operand `{operand.name}` depends on the anchor's own result `{value.name}`"
+                return _Problem("depends on the anchor", hint, operand)
         return None
 
     def _why_held(self, value: Var, user: Var, held: list[Var]) -> _Problem:
@@ -249,14 +257,14 @@ class _Analysis:
         for read in (value, *held):
             if read != user and (shared := self._why_shared(read, user, held)):
                 return shared
-        return _Problem("second user", f"no single value leaves the ops that read `{value.name}`")
+        return _Problem("second user", f"no single value leaves the ops that read `{value.name}`", user)
 
     def _why_shared(self, value: Var, user: Var, held: list[Var]) -> _Problem | None:
         if is_output(value):
-            return _Problem("graph output", f"`{value.name}` is a graph output")
+            return _Problem("graph output", f"`{value.name}` is a graph output", value)
         for other in self._users[value]:
             if other not in (user, *held):
-                return _Problem("second user", f"`{value.name}` is also read by {_name(other, self.values[other])}")
+                return _Problem("second user", f"`{value.name}` is also read by {_name(other, self.values[other])}", other)
         return None
 
     def _depends(self, value: Var, on: Var) -> bool:

@@ -37,6 +37,7 @@ class FoundSite:
     result   the variable whose value the site computes; its shape may be a reshape away from the workload's output.
     ops      names of the epilogue's Relax ops, in order; crossed: the layout ops that they moved across.
     reason   why the chain ends before an elementwise op that follows, or None.
+    members  names of the variables that it computes: the anchor's, then the epilogue's, as the model calls them.
     """
 
     name: str
@@ -46,6 +47,7 @@ class FoundSite:
     ops: tuple[str, ...] = ()
     crossed: tuple[str, ...] = ()
     reason: str | None = None
+    members: tuple[str, ...] = ()
 
 
 def find_sites(func: Function, recurrences: dict[str, str] | None = None) -> list[FoundSite]:
@@ -105,7 +107,7 @@ class _Finder:
             return None
         anchor, inputs = matched
         if isinstance(anchor, Recurrent):
-            return FoundSite(var.name, Workload(anchor), tuple(inputs), var)
+            return FoundSite(var.name, Workload(anchor), tuple(inputs), var, members=(var.name,))
         chain, reason = self._grow(var)
         exit_ = chain.members[-1] if chain.members else var
         self._claimed.update(chain.members)
@@ -122,6 +124,7 @@ class _Finder:
             ops=tuple(op_name(self._value[m]).removeprefix("nn.") for m in chain.members),
             crossed=tuple(crossed),
             reason=reason,
+            members=tuple(member.name for member in (var, *chain.members)),
         )
 
     # The anchor ----------------------------------------------------------------------------------------------------------------------

@@ -85,6 +85,13 @@ def _features(cpu: Mapping[str, str]) -> set[str]:
     return {name for name in reported if not _masked(name, cpu)}
 
 
+def llvm_only() -> list[str]:
+    """Features that LLVM finds in this CPU and the operating system doesn't list: behind a hypervisor, an illegal instruction."""
+    cpu = _cpu_description()
+    emitted = EMITTED.get(_architecture(Target({"kind": "llvm"})))
+    return sorted(f for f, on in _llvm_features().items() if on and emitted and emitted.fullmatch(f) and _masked(f, cpu))
+
+
 def _masked(feature: str, cpu: Mapping[str, str]) -> bool:
     """Whether the operating system lists CPU features, but not this one."""
     if "flags" in cpu:

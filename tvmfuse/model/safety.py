@@ -117,4 +117,5 @@ def _warn_of_nan(model: onnx.ModelProto, where: str) -> None:
     floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT16)
     names = [t.name for t in model.graph.initializer if t.data_type in floats and np.isnan(array(t)).any()]
     if names:
-        warnings.warn(f"{where}: NaN in the weights {', '.join(map(repr, names))}; outputs that use them are NaN", stacklevel=4)
+        found = f"{where}: NaN in the weights {', '.join(map(repr, names))} (training diverged, or the export went wrong)"
+        warnings.warn(f"{found}; outputs that use them are NaN: export it again", stacklevel=4)

@@ -31,18 +31,19 @@ def bind(declared: Mapping[str, tuple[Dim, ...] | None], shapes: Shapes | None, 
         elif key in declared and isinstance(value, Sequence) and not isinstance(value, str):
             whole[key] = tuple(_extent(key, extent) for extent in value)
         else:
-            raise UsageError(f"shapes={{{key!r}: {value!r}}} binds nothing. {_listing(declared, names)}")
+            nothing = f"binds nothing. {_listing(declared, names)}"
+            raise UsageError(f"shapes={{{key!r}: {value!r}}} {nothing}", f"{_option(key, value)} {nothing}")
 
     for name, extents in whole.items():
         dims = declared[name]
         if dims is None:
             continue
         if len(dims) != len(extents):
-            raise UsageError(f"shapes gives {name!r} {len(extents)} dimensions {extents}; the model has {len(dims)}: {_written(dims)}")
+            raise _contradiction(f"{name!r} {len(extents)} dimensions {extents}; the model has {len(dims)}: {_written(dims)}")
         for axis, (dim, extent) in enumerate(zip(dims, extents, strict=True)):
             known = values.setdefault(dim, extent) if isinstance(dim, str) else extent if dim is None else dim
             if known != extent:
-                raise UsageError(f"shapes gives dimension {axis} of {name!r} the extent {extent}, but {dim!r} is {known}")
+                raise _contradiction(f"dimension {axis} of {name!r} the extent {extent}, but {dim!r} is {known}")
 
     bound: dict[str, tuple[int, ...]] = {}
     free: list[tuple[str, int]] = []
@@ -56,7 +57,7 @@ def bind(declared: Mapping[str, tuple[Dim, ...] | None], shapes: Shapes | None, 
             free += [(name, axis) for axis, extent in enumerate(found) if extent is None]
             bound[name] = tuple(extent for extent in found if extent is not None)
     if free:
-        raise ModelError(_unbound(declared, shapes or {}, free, model))
+        raise _unbound(declared, shapes or {}, free, model)
     return bound
 
 
@@ -66,8 +67,19 @@ def _extent(key: str, value: object) -> int:
     except TypeError:
         extent = 0
     if extent < 1 or isinstance(value, bool):
-        raise UsageError(f"shapes[{key!r}] holds {value!r}; an extent is a positive whole number")
+        wanted = "an extent is a positive whole number"
+        raise UsageError(f"shapes[{key!r}] holds {value!r}; {wanted}", f"--shape gives {key!r} the extent {value!r}; {wanted}")
     return extent
+
+
+def _contradiction(what: str) -> UsageError:
+    return UsageError(f"shapes gives {what}", f"--shape gives {what}")
+
+
+def _option(key: str, value: object) -> str:
+    """As the command line takes it; the comma marks a whole input of rank one."""
+    extents = ",".join(map(str, value)) + "," * (len(value) == 1) if isinstance(value, tuple | list) else str(value).strip("()")
+    return f"--shape {key}={extents.replace(', ', ',')}"
 
 
 def _written(dims: tuple[Dim, ...] | None) -> str:
@@ -79,7 +91,7 @@ def _listing(declared: Mapping[str, tuple[Dim, ...] | None], names: set[str]) ->
     return f"Free dimensions (a number each): {', '.join(sorted(names)) or 'none'}. Inputs (a tuple each): {inputs}."
 
 
-def _unbound(declared: Mapping[str, tuple[Dim, ...] | None], given: Shapes, free: list[tuple[str, int]], model: str) -> str:
+def _unbound(declared: Mapping[str, tuple[Dim, ...] | None], given: Shapes, free: list[tuple[str, int]], model: str) -> ModelError:
     wanted: dict[str, object] = dict(given)
     said = []
     for name, axis in free:
@@ -94,4 +106,6 @@ def _unbound(declared: Mapping[str, tuple[Dim, ...] | None], given: Shapes, free
             said.append(f"input {name!r} leaves dimension {axis} ({dim!r}) of {_written(dims)} open")
             wanted[str(dim)] = 1
     binding = ", ".join(f'"{key}": {value}' for key, value in wanted.items())
-    return f"{'; '.join(said)}. Bind it with the extents you will run: tvmfuse.build({model}, shapes={{{binding}}})"
+    problem = f"{'; '.join(said)}. Bind it with the extents you will run: "
+    options = " ".join(_option(key, value) for key, value in wanted.items())
+    return ModelError(f"{problem}tvmfuse.build({model}, shapes={{{binding}}})", f"{problem}{options}")
