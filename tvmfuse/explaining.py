@@ -175,7 +175,7 @@ def _options(workload: Workload, plan: Plan, chosen: Candidate) -> tuple[Option,
     chooser = plan.chooser
     if chooser.log is not None and chooser.host is not None:
         here = Conditions(chooser.host, plan.machine.threads, chooser.toolchain, kernel.digest(workload, plan.machine))
-        verdicts |= {r.candidate: r.verdict for r in chooser.log.history(workload, here) if r.verdict}
+        verdicts |= {r.candidate: r.verdict for r in chooser.log.history(workload, here) if r.verdict and r.kind != "site"}
     predicted = {candidate: prior.seconds(workload, candidate) for candidate in verdicts}
     return tuple(Option(c, predicted[c], predicted[c] / base, verdict) for c, verdict in verdicts.items())
 
@@ -183,7 +183,10 @@ def _options(workload: Workload, plan: Plan, chosen: Candidate) -> tuple[Option,
 def _why(source: str, match: Match | None) -> str:
     if source == "measured" and match and match.record.verdict:
         verdict = match.record.verdict
-        return f"measured: {verdict.why}" if match.candidate else f"measured, default kept: {verdict.candidate.placement} {verdict.why}"
+        if match.candidate:
+            return f"measured: {verdict.why}"
+        subject = "" if match.record.kind == "site" else f"{verdict.candidate.placement} "
+        return f"{WHY[source]}: {subject}{verdict.why}"
     return WHY[source]
 
 
