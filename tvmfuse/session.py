@@ -29,6 +29,7 @@ from .values import Cost, Roofline, Site, Workload
 
 FORMAT = 1
 LIBRARY, MANIFEST = "model.so", "manifest.json"
+MAX_MANIFEST_BYTES = 16 << 20  # some thousand sites take 2 MiB; as Python objects they take 30 times that
 
 
 @dataclass(frozen=True)
@@ -261,15 +262,15 @@ def load(path: str | os.PathLike[str]) -> Session:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            data = json.loads(archive.read(MANIFEST))
-            code = archive.read(LIBRARY)
+            data = json.loads(_entry(archive, MANIFEST, MAX_MANIFEST_BYTES))
+            code = _entry(archive, LIBRARY)
         if data["format"] != FORMAT:
             raise TargetMismatch(f"{path} has artifact format {data['format']}, this tvmfuse reads {FORMAT}; build it again")
         whole = data.pop("sha256") == _digest(data, code)
         manifest = Manifest.from_json(data)
     except FileNotFoundError as error:
         raise ModelError(f"{path}: no such file") from error
-    except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+    except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{path} is not a whole tvmfuse artifact ({error}); build it again with `tvmfuse build MODEL -o {path}`"
         ) from error
@@ -289,6 +290,16 @@ def load(path: str | os.PathLike[str]) -> Session:
         with _without_chatter():
             executable = relax.VMExecutable(tvm.runtime.load_module(str(library)))
     return Session(executable, manifest)
+
+
+def _entry(archive: zipfile.ZipFile, name: str, most: int | None = None) -> bytes:
+    """As it was saved: not compressed, so that it takes no more memory than the file has bytes."""
+    entry = archive.getinfo(name)
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{name} is compressed")
+    if most is not None and entry.file_size > most:
+        raise ValueError(f"{name} has {entry.file_size} bytes")
+    return archive.read(entry)
 
 
 @contextlib.contextmanager

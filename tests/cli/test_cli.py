@@ -82,6 +82,7 @@ class FakeSession:
 
     sites = (SITE,)
     kernel_count = 3
+    manifest = SimpleNamespace(toolchain={"tvmfuse": "7.8"}, target="llvm -mcpu=z80")
 
     def get_inputs(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(name="x", shape=(2, 3), dtype="float32")]
@@ -255,7 +256,8 @@ def test_run_draws_the_inputs_that_are_not_given(invoke: Invoke, asked: dict, mo
 def test_run_opens_an_artifact(invoke: Invoke, asked: dict, tmp_path: Path) -> None:
     artifact = tmp_path / "m.tvmfuse"
     artifact.touch()
-    assert invoke("run", artifact, "--random", "0").code == 0
+    done = invoke("run", artifact, "--random", "0")
+    assert (done.code, "made by tvmfuse 7.8 for llvm -mcpu=z80" in done.err) == (0, True)
     assert "build" not in asked
     refused = invoke("run", artifact, "--random", "0", "--shape", "S=1")
     assert (refused.code, "settled when the artifact was built" in refused.err) == (2, True)

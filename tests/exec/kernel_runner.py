@@ -65,13 +65,8 @@ def inputs_of(workload: Workload) -> list[np.ndarray]:
 def run(workload: Workload, candidates: Iterable[Candidate], machine: Machine, inputs: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     """Each candidate's results. All are compiled in one module."""
     kernels = [kernel.build_kernel(workload, candidate, machine) for candidate in candidates]
-    functions = {
-        f"kernel{i}_{j}": launch.func.with_attr("global_symbol", f"kernel{i}_{j}")
-        for i, built in enumerate(kernels)
-        for j, launch in enumerate(built.launches)
-    }
-    module = tvm.compile(tvm.IRModule(functions), target_for(machine.isa))
-    return [_launch(module, f"kernel{i}_", built, inputs) for i, built in enumerate(kernels)]
+    compiled = Compiled(kernels, target_for(machine.isa))
+    return [compiled.run(i, inputs) for i in range(len(kernels))]
 
 
 def run_default(workload: Workload, machine: Machine, inputs: Sequence[np.ndarray]) -> np.ndarray:
@@ -85,16 +80,38 @@ def target_for(isa: ISA) -> tvm.target.Target:
     return tvm.target.Target({"kind": "llvm", "mcpu": _COMPILED_FOR[isa]})
 
 
-def _launch(module: tvm.runtime.Executable, prefix: str, built: Kernel, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    given = [built.packers[i](array) if i in built.packers else array for i, array in enumerate(inputs)]
-    assert [array.shape for array in given] == [buffer.shape for buffer in built.buffers[: built.inputs]]
-    blank = [np.full(buffer.shape, np.nan, buffer.dtype) for buffer in built.buffers[built.inputs :]]
-    arrays = [before_a_guard_page(array) for array in (*given, *blank)]
-    tensors = [tvm_ffi.from_dlpack(array) for array in arrays]
-    for j, launch in enumerate(built.launches):
-        module[f"{prefix}{j}"](*(tensors[i] for i in launch.args))
-    assert all((now == before).all() for now, before in zip(arrays, given, strict=False)), "a kernel wrote to its input"
-    return [arrays[i].copy() for i in built.results]
+class Compiled:
+    """Kernels in one module. Launches of equal functions, such as the anchor before different passes, are compiled once."""
+
+    def __init__(self, kernels: Sequence[Kernel], target: tvm.target.Target) -> None:
+        self._kernels = kernels
+        named: dict[int, str] = {}
+        functions: dict[str, tvm.tirx.PrimFunc] = {}
+        self._names: list[list[str]] = []
+        for built in kernels:
+            self._names.append([])
+            for launch in built.launches:
+                name = named.setdefault(tvm_ffi.structural_hash(launch.func), f"kernel{len(named)}")
+                functions.setdefault(name, launch.func.with_attr("global_symbol", name))
+                self._names[-1].append(name)
+        self._module = tvm.compile(tvm.IRModule(functions), target)
+
+    def llvm_ir(self) -> str:
+        return self._module.mod.inspect_source("ll")
+
+    def run(self, number: int, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The results of the kernel that was given as `number`."""
+        built = self._kernels[number]
+        given = [built.packers[i](array) if i in built.packers else array for i, array in enumerate(inputs)]
+        assert [array.shape for array in given] == [buffer.shape for buffer in built.buffers[: built.inputs]]
+        blank = [np.full(buffer.shape, np.nan, buffer.dtype) for buffer in built.buffers[built.inputs :]]
+        arrays = [before_a_guard_page(array) for array in (*given, *blank)]
+        tensors = [tvm_ffi.from_dlpack(array) for array in arrays]
+        for name, launch in zip(self._names[number], built.launches, strict=True):
+            self._module[name](*(tensors[i] for i in launch.args))
+        for now, before in zip(arrays, given, strict=False):
+            assert (_bits(now) == _bits(np.ascontiguousarray(before))).all(), "a kernel wrote to its input"
+        return [arrays[i].copy() for i in built.results]
 
 
 def before_a_guard_page(array: np.ndarray) -> np.ndarray:
@@ -114,6 +131,11 @@ def assert_same_bits(results: Sequence[np.ndarray], labels: Sequence[object]) ->
     for result, label in zip(results, labels, strict=True):
         differing = np.count_nonzero(_bits(result) != _bits(results[0]))
         assert not differing, f"{label} differs from {labels[0]} in {differing} of {result.size} elements"
+
+
+def count_differing(got: np.ndarray, wanted: np.ndarray) -> int:
+    """Elements of other bits; any NaN equals any other."""
+    return int((~((_bits(got) == _bits(wanted)) | (np.isnan(got) & np.isnan(wanted)))).sum())
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

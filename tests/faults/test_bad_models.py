@@ -55,7 +55,7 @@ def test_what_is_no_model(tmp_path, content):
 def test_a_file_truncated_anywhere_never_loads(tmp_path, model):
     content = model.SerializeToString()
     path = tmp_path / "model.onnx"
-    for length in range(0, len(content) - 1, 7):
+    for length in range(0, len(content) - 1, 14):
         path.write_bytes(content[:length])
         with pytest.raises(ModelError):
             load(path)
@@ -64,7 +64,7 @@ def test_a_file_truncated_anywhere_never_loads(tmp_path, model):
 def test_a_damaged_byte_is_an_error_or_another_valid_model(tmp_path, model):
     content = bytearray(model.SerializeToString())
     path = tmp_path / "model.onnx"
-    for position in range(0, len(content), 5):
+    for position in range(0, len(content), 11):
         path.write_bytes(content[:position] + bytes([content[position] ^ 0xFF]) + content[position + 1 :])
         try:
             load(path)

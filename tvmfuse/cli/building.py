@@ -51,6 +51,8 @@ def run(
         if shape or threads or fuse != "measured":
             raise UsageError("--shape, --fuse and --threads were settled when the artifact was built")
         session = tvmfuse.load(model)
+        made = session.manifest
+        say(f"{model}: made by tvmfuse {made.toolchain.get('tvmfuse', '?')} for {made.target}; its code runs with your rights")
     else:
         session = tvmfuse.build(model, shapes=parse_shapes(shape), threads=threads, fuse=fuse)
     feeds = read_inputs(inputs or ())

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
 from onnx import external_data_helper, numpy_helper
 
 from ..errors import ModelError, UnsupportedError
+from . import sandbox
 
 # What the importer's converters were compared with ONNX Runtime on; a newer operator set may change an operator's meaning.
 OLDEST_OPSET, NEWEST_OPSET = 7, 23
@@ -30,18 +30,21 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.ModelProto:
         for tensor in _external(model):
             raise ModelError(f"the weights of {tensor.name!r} are in another file; pass the model's path, or read it with onnx.load")
     else:
-        model, where = _parse(Path(source)), str(source)
-        _read_external(model, Path(source).parent)
+        path, where = Path(source), str(source)
+        _require_readable(path)
+        complaint = sandbox.examine(path)
+        model = _parse(path)
+        _read_external(model, path.parent)
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), None)
     if opset is not None and not OLDEST_OPSET <= opset <= NEWEST_OPSET:
         raise UnsupportedError(
             f"{where} uses ONNX operator set {opset}; {OLDEST_OPSET} to {NEWEST_OPSET} are supported. "
             "Export it again with another opset, or convert it with onnx.version_converter"
         )
-    try:
-        onnx.checker.check_model(model if isinstance(source, onnx.ModelProto) else os.fspath(source))
-    except (onnx.checker.ValidationError, ValueError) as error:
-        raise ModelError(f"{where} is not a valid ONNX model: {' '.join(str(error).split())}") from error
+    if isinstance(source, onnx.ModelProto):
+        complaint = _complaint(source)
+    if complaint is not None:
+        raise ModelError(f"{where} is not a valid ONNX model: {' '.join(complaint.split())}")
     _warn_of_nan(model, where)
     return model
 
@@ -54,22 +57,30 @@ def array(tensor: onnx.TensorProto) -> np.ndarray:
         raise ModelError(f"the weights {tensor.name!r} are damaged: {error}") from error
 
 
-def _parse(path: Path) -> onnx.ModelProto:
+def _complaint(model: onnx.ModelProto) -> str | None:
+    try:
+        onnx.checker.check_model(model)
+    except (onnx.checker.ValidationError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _require_readable(path: Path) -> None:
     if not path.exists():
         raise ModelError(f"{path} does not exist (looked in {Path.cwd()})")
     if not path.is_file():
         raise ModelError(f"{path} is not a file; name the .onnx file itself")
+    if not path.stat().st_size:
+        raise ModelError(f"{path} is empty; copy or download it again")
     try:
-        content = path.read_bytes()
+        path.open("rb").close()
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror}") from error
-    if not content:
-        raise ModelError(f"{path} is empty; copy or download it again")
+
+
+def _parse(path: Path) -> onnx.ModelProto:
     model = onnx.ModelProto()
-    try:
-        model.ParseFromString(content)
-    except DecodeError as error:
-        raise ModelError(f"{path} ({len(content)} bytes) is truncated, damaged or not ONNX; copy or download it again") from error
+    model.ParseFromString(path.read_bytes())
     if not model.ir_version or not model.HasField("graph"):
         raise ModelError(f"{path} holds no ONNX model (no IR version or no graph); is it another format?")
     values = (*model.graph.input, *model.graph.output, *model.graph.initializer)
