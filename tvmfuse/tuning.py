@@ -65,7 +65,7 @@ class Summary:
             return "reverted: the whole model got slower"
         rivals = sorted((v for v in result.verdicts if v.candidate != result.choice), key=lambda v: v.ratio)
         best = f", best other {rivals[0].ratio:.3f} [{rivals[0].ci[0]:.3f}, {rivals[0].ci[1]:.3f}]" if rivals else ""
-        return _outcome(result) + best
+        return _outcome(result) + best + ("" if result.finished else ", the next run goes on here")
 
     def __str__(self) -> str:
         outcomes = Counter(_outcome(result) for result in self.results)
@@ -219,6 +219,8 @@ def _outcome(result: search.SiteResult) -> str:
         return "tuned"
     if result.too_noisy:
         return "too noisy"
+    if not result.finished:
+        return "begun"
     return "kept default" if any(v.outcome == "keeps default" for v in result.verdicts) else "undecided"
 
 

@@ -237,13 +237,13 @@ def test_short_runs_go_on_where_the_last_one_ended_until_the_site_is_finished(tm
 def test_finished_site_is_not_measured_again(tmp_path: Path) -> None:
     first, again = machine(tile_8=0.8), machine(tile_8=0.8)
     found = tune(first, tmp_path)
-    assert not first.wrong and is_finished(Log([tmp_path]).history(WORKLOAD, HERE))
+    assert found.finished and is_finished(Log([tmp_path]).history(WORKLOAD, HERE))
     assert tune(again, tmp_path).choice == found.choice
     assert not again.sampled and not again.orders
 
 
 def test_too_noisy_site_stays_unfinished_and_is_measured_afresh(tmp_path: Path) -> None:
-    tune(machine(bias=0.2, tile_8=0.5), tmp_path)
+    assert not tune(machine(bias=0.2, tile_8=0.5), tmp_path).finished
     assert not is_finished(Log([tmp_path]).history(WORKLOAD, HERE))
     assert tune(machine(tile_8=0.5), tmp_path).choice == tile("tile", 8)
 
@@ -262,7 +262,7 @@ def test_budget_ends_screening_and_confirming_and_says_how_many_were_left(tmp_pa
     found = tune(simulated, tmp_path, budget_s=12.0)
     assert set(simulated.sampled) < set(CANDIDATES)
     assert found.choice == DEFAULT and not found.verdicts
-    assert found.unreached > 0
+    assert found.unreached > 0 and not found.finished
 
 
 def test_ranker_decides_what_a_short_budget_reaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

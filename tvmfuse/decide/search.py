@@ -68,6 +68,7 @@ class SiteResult:
     choice      the default unless a candidate won.
     failures    candidates that are out for good, each with its error.
     unreached   how many candidates the budget left unmeasured or unconfirmed.
+    finished    nothing is left to do: a later run doesn't come back to this site.
     """
 
     workload: Workload
@@ -77,6 +78,7 @@ class SiteResult:
     failures: tuple[Measurement, ...]
     unreached: int
     spent_s: float
+    finished: bool = True
 
     @property
     def too_noisy(self) -> bool:
@@ -148,13 +150,14 @@ class _Tuning:
             together = self.confirm(winners)
         verdicts = tuple(self.decided[c] for c in self.candidates if c in self.decided)
         waiting = [c for c in finalists if c not in self.decided and c not in self.failed]
-        if ready and together and not waiting and not any(v.outcome == "too noisy" for v in verdicts):
+        finished = ready and together and not waiting and not any(v.outcome == "too noisy" for v in verdicts)
+        if finished:
             self.close(verdicts)
         known = {*self.screened, *self.failed, *self.decided}
         unreached = len(waiting) + sum(1 for c in self.tiles() if c not in known)
         failures = tuple(Measurement(c, error=error) for c, error in self.failed.items())
         choice = rule.choose(verdicts, self.default)
-        return SiteResult(self.workload, self.default, choice, verdicts, failures, unreached, self.spent_s())
+        return SiteResult(self.workload, self.default, choice, verdicts, failures, unreached, self.spent_s(), finished)
 
     def resume(self) -> None:
         """Take up what earlier runs found out under the same conditions."""
