@@ -304,16 +304,22 @@ def demand(count: int, gain_s: float) -> Demand:
 
 def test_plan_shares_by_gain_times_count() -> None:
     small, large = demand(1, 1e-6), demand(3, 1e-6)
-    shared = plan([small, large], 56.0, least_s=8.0)
+    shared = plan([small, large], 56.0, site_s=8.0)
     assert [(d, pytest.approx(s)) for d, s in shared.shares] == [(large, 8 + 30.0), (small, 8 + 10.0)]
 
 
 def test_plan_reports_sites_that_the_budget_does_not_reach() -> None:
     demands = [demand(1, 1e-6), demand(2, 1e-6), demand(3, 1e-6)]
-    shared = plan(demands, 17.0, least_s=8.0)
+    shared = plan(demands, 17.0, site_s=8.0)
     assert [d for d, _ in shared.shares] == [demands[2], demands[1]] and shared.unreached == (demands[0],)
     assert sum(s for _, s in shared.shares) == pytest.approx(17.0)
     assert plan(demands, 1.0).unreached == tuple(reversed(demands))
+
+
+def test_what_is_left_of_a_budget_begins_one_more_site() -> None:
+    demands = [demand(1, 1e-6), demand(2, 1e-6)]
+    assert plan(demands, 6.0, site_s=12.0).shares == ((demands[1], 6.0),)
+    assert not plan(demands, 4.9, site_s=12.0).shares
 
 
 def test_plan_without_limit_reaches_all() -> None:

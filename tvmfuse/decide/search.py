@@ -35,7 +35,8 @@ NEAR = 1.10  # the best, and others that are at most a tenth behind the quickest
 CONFIRMED_TOGETHER = 8  # finalists that share a process and its control
 PROCESSES_PER_LOOK = 3
 PROCESS_S = 1.0  # what a fresh process takes, until one was seen
-LEAST_SHARE_S = 5.0  # less doesn't pay for the processes that a site's first look starts
+SITE_S = 12.0  # what a small site takes to its verdicts: a budget goes to as many sites as it can finish
+LEAST_SHARE_S = 5.0  # what is left over begins another one if it is at least this
 
 
 class Process(Protocol):
@@ -386,15 +387,16 @@ class Plan:
     unreached: tuple[Demand, ...]
 
 
-def plan(demands: Sequence[Demand], budget_s: float, least_s: float = LEAST_SHARE_S) -> Plan:
-    """Share a budget among sites by expected gain x count; each site that is reached gets at least `least_s`.
+def plan(demands: Sequence[Demand], budget_s: float, site_s: float = SITE_S) -> Plan:
+    """Share a budget among sites by expected gain x count; each site that is reached gets at least `site_s`, or all there is.
 
     Sites seldom need all of their share: plan the sites that are left again with the budget that is left.
     """
     ordered = sorted(demands, key=lambda d: d.gain_s * d.count, reverse=True)
     if math.isinf(budget_s):
         return Plan(tuple((d, math.inf) for d in ordered), ())
-    reached = ordered[: max(0, int(budget_s // least_s))]
+    reached = ordered[: max(int(budget_s // site_s), int(budget_s >= LEAST_SHARE_S))]
+    least_s = min(site_s, budget_s)
     weights = [d.gain_s * d.count for d in reached]
     spare, total = budget_s - least_s * len(reached), sum(weights) or 1.0
     shares = tuple((d, least_s + spare * weight / total) for d, weight in zip(reached, weights, strict=True))
