@@ -118,7 +118,7 @@ def main() -> None:
     for name, of in found.items():
         print(f"\n{name}: sites where another placement or cut has a lower median than the tuned choice")
         for site in of["sites"]:
-            if site.oracle != site.tuned:
+            if site.oracle not in (site.tuned, "?"):
                 low, high = site.ci
                 interval, moved = f"{site.ratio:.3f} [{low:.3f}, {high:.3f}]", f"{site.tuned} -> {site.oracle}"
                 print(f"{interval} {site.outcome}: {moved} ({site.count}x {site.workload})")
