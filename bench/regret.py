@@ -93,7 +93,7 @@ def regret(name: str, target: Any, threads: int, logs: str | None, site_seconds:
     }
     feeds = models.inputs(name)
     runners = {how: compare.bound(compile_model(prepared, plan, chooser), feeds) for how, chooser in choosers.items()}
-    return {"rows": compare.compare(name, runners, seconds, time.perf_counter), "sites": sites}
+    return {"rows": compare.compare(name, runners, seconds, time.perf_counter, threads), "sites": sites}
 
 
 def main() -> None:

@@ -1,55 +1,102 @@
-"""The zoo in tvmfuse and beside it, each model in one interleaved run. Results on stdout, progress on stderr.
+"""The zoo in tvmfuse and in every other runtime that is installed, each model in interleaved runs; results on stdout, progress on stderr.
 
-The first runner is the one that the others are compared with; `python -m bench --fuse measured always never` compares
-placements, `--peers` names other runtimes. Figures mean something on a machine that does little else: see the A/A rows.
+Ratios of an interleaved run are what counts; figures mean something on a machine that does little else: see the A/A rows. A run with
+one thread times everybody on one; a run with more times us on that many, and the peers on one and on that many.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
+import datetime
 import json
 import os
 import sys
-import time
-from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any
 
-from tvmfuse import compare
+from tvmfuse import benching, compare
+from tvmfuse.measure.host import host, toolchain
+from tvmfuse.peers import PEERS
 
-from . import models
+from . import models, plot, targets
 
 
-def rows(
-    name: str, fuse: Sequence[Literal["measured", "always", "never"]], peers: Sequence[str], threads: int, seconds: float
-) -> list[compare.Row]:
-    """One model: a row for each way to fuse and each peer, and one for the first against itself."""
-    import tvmfuse
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One interleaved run: one model, and the threads that our code used in it."""
 
-    model, shapes, feeds = models.load(name), models.shapes(name), models.inputs(name)
-    runners = {f"tvmfuse {how}": compare.bound(tvmfuse.build(model, shapes=shapes, fuse=how, threads=threads), feeds) for how in fuse}
-    runners |= {peer: compare.PEERS[peer](model, shapes, feeds, threads) for peer in peers}
-    return compare.compare(name, runners, seconds, time.perf_counter)
+    model: str
+    threads: int
+    rows: tuple[compare.Row, ...]
+
+    def standings(self) -> list[targets.Standing]:
+        return list(targets.standings(self.model, self.threads, self.rows))
+
+
+def entries(threads: int, fuse: list[str], relaxed: bool, peers: list[str]) -> list[benching.Entry]:
+    """Ours with its control first, which the others are compared with."""
+    first, *rest = fuse
+    found = benching.ours(targets.OURS, threads, fuse=first)
+    found += [benching.Entry(f"{targets.OURS} {how}", "tvmfuse", threads, {"fuse": how}) for how in rest]
+    if relaxed and threads == 1:
+        found.append(benching.Entry(targets.RELAXED, "tvmfuse", threads, {"numerics": "relaxed"}))
+    return found + benching.others(peers, threads)
+
+
+def markdown(runs: list[Run], facts: dict[str, Any]) -> str:
+    tables = [f"## {run.model}, {run.threads} thread{'s' * (run.threads > 1)}\n\n{compare.table(run.rows)}" for run in runs]
+    standing = targets.table([s for run in runs for s in run.standings()])
+    machine = f"{facts['date']}, {facts['cpu']}, {facts['cpus']} CPUs, tvmfuse {facts['toolchain']['tvmfuse']}."
+    return "\n\n".join(["# Beside the best peer", machine, standing, *tables]) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """The file appears whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=models.ZOO, default=list(models.ZOO), metavar="NAME", help=" ".join(models.ZOO))
-    parser.add_argument("--fuse", nargs="*", choices=("measured", "always", "never"), default=["measured"])
-    parser.add_argument("--peers", nargs="*", choices=compare.PEERS, default=[p for p in compare.PEERS if importlib.util.find_spec(p)])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=10, help="of timing for each model (default: 10)")
-    parser.add_argument("--json", action="store_true", help="a JSON list instead of the table")
+    parser.add_argument("--fuse", nargs="+", choices=("measured", "always", "never"), default=["measured"])
+    parser.add_argument("--no-relaxed", action="store_true", help='leave out numerics="relaxed"')
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="default: all; those not installed are named")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="a run for each number (default: 1)")
+    parser.add_argument("--seconds", type=float, default=10, help="of timing for each run (default: 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured, after each run")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that the file of --json holds already")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables, after each run")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write our ratios to the best peers as SVG, after each run")
     args = parser.parse_args()
-    if not args.fuse and not args.peers:
-        parser.error("nothing to time: --fuse and --peers are both empty")
+    if args.resume and not args.json:
+        parser.error("--resume needs --json FILE")
 
-    # TVM's thread pool reads both before its first parallel call.
-    os.environ["TVM_NUM_THREADS"] = str(args.threads)
-    os.environ.setdefault("TVM_BIND_THREADS", "0")
-    found: list[compare.Row] = []
+    today = datetime.date.today().isoformat()
+    facts = {"date": today, "cpu": host().name, "cpus": os.cpu_count(), "host": dataclasses.asdict(host()), "toolchain": toolchain()}
+    runs: list[Run] = []
+    if args.resume and args.json.exists():
+        for data in json.loads(args.json.read_text())["runs"]:
+            runs.append(Run(data["model"], data["threads"], tuple(compare.Row.from_json(row) for row in data["rows"])))
+    done = {(run.model, run.threads) for run in runs}
     for name in args.models:
-        print(name, file=sys.stderr)
-        found += rows(name, args.fuse, args.peers, args.threads, args.seconds)
-    print(json.dumps([dataclasses.asdict(row) for row in found]) if args.json else compare.table(found))
+        for threads in args.threads:
+            if (name, threads) in done:
+                continue
+            wanted = entries(threads, args.fuse, not args.no_relaxed, args.peers)
+
+            def say(what: str, title: str = f"{name}, {threads} thread{'s' * (threads > 1)}") -> None:
+                print(f"{title}: {what}", file=sys.stderr, flush=True)
+
+            rows = benching.bench(name, models.load(name), models.inputs(name), wanted, args.seconds, progress=say)
+            runs.append(Run(name, threads, tuple(rows)))
+            print(compare.table(rows), flush=True)
+            if args.json:
+                write(args.json, json.dumps({**facts, "runs": [dataclasses.asdict(run) for run in runs]}, indent=1))
+            if args.markdown:
+                write(args.markdown, markdown(runs, facts))
+            if args.plot:
+                write(args.plot, plot.svg([s for run in runs for s in run.standings()]))
+    print("\n" + targets.table([s for run in runs for s in run.standings()]))

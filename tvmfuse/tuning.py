@@ -269,7 +269,7 @@ def compare_whole(tuned: Session, rivals: Mapping[Fuse, Session], seconds: float
     rng = np.random.default_rng(0)
     feeds = {i.name: rng.standard_normal(i.shape).astype(i.dtype) for i in tuned.get_inputs()}
     first = next(iter(rivals.values()))
-    calls = [bound(session, feeds).call for session in (tuned, first, first, *list(rivals.values())[1:])]
+    calls = [bound(session, feeds) for session in (tuned, first, first, *list(rivals.values())[1:])]
     for call in calls:
         call()
     once_s = _seconds(calls[0], 1)

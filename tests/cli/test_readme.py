@@ -21,7 +21,12 @@ from tvmfuse import cli
 from tvmfuse.errors import TooNoisy
 
 ROOT = Path(__file__).parents[2]
-SHORTER = {"--budget 10m": "--budget 6s", 'budget="10m"': 'budget="6s"', "-o report.html": "-o report.html --seconds 0.2"}
+SHORTER = {
+    "--budget 10m": "--budget 6s",
+    'budget="10m"': 'budget="6s"',
+    "-o report.html": "-o report.html --seconds 0.2",
+    "tvmfuse bench enc.onnx": "tvmfuse bench enc.onnx --seconds 0.2 --peer onnxruntime",
+}
 MAY_END_WITH = {"doctor": TooNoisy.exit_code, "tune": TooNoisy.exit_code}  # what this machine does meanwhile isn't the README's fault
 PROGRAMS = {"demo": "tvmfuse demo", "test": "python -m pytest", "bench": "python -m bench"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]+\n)+)", re.MULTILINE | re.DOTALL)

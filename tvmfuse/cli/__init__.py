@@ -15,10 +15,12 @@ import typer
 from ..errors import TvmfuseError
 from . import log
 from .building import build, run
+from .checking import check
 from .diagnosing import doctor
 from .explaining import explain
 from .output import say
 from .reporting import report
+from .timing import bench
 from .tuning import demo, tune
 
 # What the parser raises; typer exports only this subclass of it
@@ -80,6 +82,6 @@ def options(
     """
 
 
-for command in (build, run, tune, explain, report, demo, doctor):
+for command in (build, run, tune, bench, explain, report, check, demo, doctor):
     app.command()(command)
 app.add_typer(log.app, name="log", help="Look after tuning logs: stats, verify, compact, merge.")

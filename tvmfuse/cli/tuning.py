@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -13,7 +11,7 @@ import typer
 
 import tvmfuse
 
-from .. import compare
+from .. import benching, compare
 from .. import demo as networks
 from ..decide.search import Plan
 from ..errors import TooNoisy
@@ -88,12 +86,10 @@ def demo(
         with progress(name) as report:
             summary = tvmfuse.tune(model, shapes=shapes, threads=1, budget=share, logs=logs, progress=report)
         say(f"{name}: {summary}")
-        sessions = {how: tvmfuse.build(model, shapes=shapes, threads=1, fuse=how, logs=logs) for how in ("measured", "always", "never")}
-        runners = {f"tvmfuse {how}": compare.bound(session, feeds) for how, session in sessions.items()}
-        if importlib.util.find_spec("onnxruntime"):
-            runners["onnxruntime"] = compare.onnxruntime(model, shapes, feeds, threads=1)
-        rows += compare.compare(name, runners, 3, time.perf_counter)
-        sites[name] = sessions["measured"].sites
+        ways = [benching.Entry(f"tvmfuse {how}", "tvmfuse", 1, {"fuse": how, "logs": logs}) for how in ("always", "never")]
+        entries = benching.ours("tvmfuse measured", 1, fuse="measured", logs=logs) + ways + benching.others(["onnxruntime"], 1)
+        rows += benching.bench(name, model, feeds, entries, 3)
+        sites[name] = [explained.site for explained in tvmfuse.explain(model, shapes, threads=1, logs=logs).sites]
         if not as_json:
             stdout().rule(name, align="left")
             print_table([{**cells(site), "this run": summary.outcome(site.workload)} for site in sites[name]])

@@ -46,7 +46,7 @@ def collect(
     rng = np.random.default_rng(0)
     feeds = {i.name: np.asarray(rng.standard_normal(i.shape)).astype(i.dtype) for i in tuned.get_inputs()}
     progress(0.6, f"timing the whole model for {seconds:g} s")
-    calls = {label: compare.bound(session, feeds).call for label, session in sessions.items()}
+    calls = {label: compare.bound(session, feeds) for label, session in sessions.items()}
     samples = compare.samples({**calls, "tuned again": calls["tuned"]}, seconds, time.perf_counter)
     progress(0.9, "timing each kernel")
     kernels = tuned.profile(feeds, roofline=limits)
@@ -66,7 +66,7 @@ def collect(
             for k in kernels
         ],
         roofline=limits,
-        environment=_environment(threads, samples["tuned"]),
+        environment=_environment(threads, list(samples["tuned"])),
     )
 
 

@@ -1,0 +1,250 @@
+"""What a model's build came to, as a file in a user's repository, and how a later build falls short of it.
+
+    write once:  sites and placements, kernel count, the outputs' bits on seeded inputs, speed against a reference kernel
+    then, in CI: a site that is no longer fused, other bits, more kernels or less speed is a difference
+
+Speed is a ratio to a kernel that no change of ours touches, run in the same minute on the same machine: what the machine does to both
+cancels. A slowdown counts only where a confidence interval lies beyond the tolerance and beyond twice the noise of an A/A control, in
+each of several attempts, on the CPU that the file was written on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tvmfuse
+
+from . import compare
+from .building import default_threads
+from .choose import Fuse
+from .decide.verdict import MARGIN_PER_NOISE, MAX_NOISE
+from .errors import UsageError
+from .measure.host import host
+from .session import Session
+from .values import Site
+
+FORMAT = 1
+SEED = 0
+TOLERANCE = 0.1
+ATTEMPTS = 3
+ATTEMPT_S = 1.0
+FFT_LENGTH = 1 << 15  # its data fit an L2 cache; about half a millisecond
+
+
+@dataclass(frozen=True)
+class SiteState:
+    """The ops of a site's chain, in order, and how many of them its anchor's kernel computes: none where they are a pass apart."""
+
+    epilogue: tuple[str, ...]
+    placement: str | None
+    fused: int
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The model's time over the reference kernel's: median and interval, and what the control says of the noise (0 is none)."""
+
+    ratio: float
+    interval: tuple[float, float]
+    noise: float
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What is recorded. bits: output name -> digest of shape, type and values. cpu and threads: where `speed` holds."""
+
+    sites: Mapping[str, SiteState]
+    kernels: int
+    bits: Mapping[str, str]
+    cpu: str
+    threads: int
+    speed: Speed | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    @staticmethod
+    def read(path: Path) -> Decisions:
+        """Raises UsageError when the file is absent or isn't what `write` makes."""
+        try:
+            data = json.loads(path.read_text())
+            if data["format"] != FORMAT:
+                raise ValueError(f"it has format {data['format']}, this tvmfuse reads {FORMAT}")
+            speed = data["speed"]
+            return Decisions(
+                {name: SiteState(tuple(s["epilogue"]), s["placement"], int(s["fused"])) for name, s in data["sites"].items()},
+                int(data["kernels"]),
+                dict(data["bits"]),
+                str(data["cpu"]),
+                int(data["threads"]),
+                Speed(float(speed["ratio"]), tuple(map(float, speed["interval"])), float(speed["noise"])) if speed else None,  # type: ignore[arg-type]
+            )
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}; write it first with `tvmfuse check MODEL --against {path} --write`") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"{path} holds no decisions ({error}); write it again with --write") from error
+
+    def write(self, path: Path) -> None:
+        """The file appears whole or not at all. Raises UsageError when it can't be written."""
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            os.replace(part, path)
+        except OSError as error:
+            raise UsageError(f"can't write {path}: {error.strerror or error}") from error
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """differences: what got worse, a line each; none means that the check passes. notes: what else changed or could not be judged."""
+
+    differences: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def inspect(session: Session) -> Decisions:
+    """All but the speed."""
+    return Decisions(
+        {site.name: state(site) for site in session.sites},
+        session.kernel_count,
+        {info.name: digest(x) for info, x in zip(session.get_outputs(), session.run(None, seeded(session)), strict=True)},
+        host().name,
+        session.manifest.threads,
+    )
+
+
+def state(site: Site) -> SiteState:
+    return SiteState(site.epilogue, site.placement, site.cut if site.placement in ("register", "tile") else 0)
+
+
+def seeded(session: Session) -> dict[str, np.ndarray]:
+    """Standard normal inputs; zeros and ones where the type is not a float."""
+    rng = np.random.default_rng(SEED)
+    feeds = {}
+    for info in session.get_inputs():
+        floating = np.dtype(info.dtype).kind == "f"
+        feeds[info.name] = np.asarray(rng.standard_normal(info.shape) if floating else rng.integers(0, 2, info.shape), info.dtype)
+    return feeds
+
+
+def digest(x: np.ndarray) -> str:
+    """Of type, shape and bits; all NaN count as one, since what they carry differs between CPUs."""
+    canonical = np.where(np.isnan(x), np.array(np.nan, x.dtype), x) if x.dtype.kind == "f" else x
+    return hashlib.sha256(f"{x.dtype} {x.shape} ".encode() + np.ascontiguousarray(canonical).tobytes()).hexdigest()
+
+
+def reference_kernel() -> Callable[[], object]:
+    """NumPy's FFT: one thread, in L2, and no code of ours."""
+    x = np.random.default_rng(SEED).standard_normal(FFT_LENGTH)
+    return lambda: np.fft.rfft(x)
+
+
+def measure(model: Callable[[], object], reference: Callable[[], object], seconds: float, clock: compare.Clock) -> Speed:
+    """The model, the model once more as control, and the reference, in rounds."""
+    calls = {"model": model, "control": model, "reference": reference}
+    times = compare.interleave({name: compare.timer(call, clock) for name, call in calls.items()}, seconds, clock)
+    ratio = compare.ratio(times["model"].samples, times["reference"].samples)
+    control = compare.ratio(times["model"].samples, times["control"].samples)
+    return Speed(ratio.median, ratio.interval, abs(control.median - 1))
+
+
+def slower(recorded: Speed, found: Speed, tolerance: float) -> str | None:
+    """How much slower at least, or None: only what no noise explains. The recorded file's own noise counts too."""
+    margin = max(tolerance, MARGIN_PER_NOISE * max(recorded.noise, found.noise))
+    least, most = found.interval[0] / recorded.interval[1], found.ratio / recorded.ratio
+    if found.noise > MAX_NOISE or least <= 1 + margin:
+        return None
+    return f"slower: {most:.2f} times the recorded time, surely more than {1 + margin:.2f} times (against the reference kernel)"
+
+
+def regressions(recorded: Decisions, found: Decisions) -> Outcome:
+    """What is worse in `found`, but for speed."""
+    worse: list[str] = []
+    notes: list[str] = []
+    for name, before in recorded.sites.items():
+        now = found.sites.get(name)
+        if now is None:
+            (worse if before.fused else notes).append(f"site {name}: gone; its anchor had {_ops(before)}")
+        elif before.epilogue[: before.fused] != now.epilogue[: now.fused] and now.fused < max(before.fused, 1):
+            worse.append(f"site {name}: no longer fused: {_ops(before)} -> {_ops(now)}")
+        elif now.epilogue != before.epilogue and before.fused:
+            worse.append(f"site {name}: other epilogue: {_ops(before)} -> {_ops(now)}")
+        elif now != before:
+            notes.append(f"site {name}: {_ops(before)} -> {_ops(now)}")
+    notes += [f"site {name}: new, {_ops(now)}" for name, now in found.sites.items() if name not in recorded.sites]
+    if found.kernels > recorded.kernels:
+        worse.append(f"kernels: {recorded.kernels} -> {found.kernels}")
+    elif found.kernels < recorded.kernels:
+        notes.append(f"kernels: {recorded.kernels} -> {found.kernels}")
+    for output in dict.fromkeys((*recorded.bits, *found.bits)):
+        then, today = recorded.bits.get(output, "absent"), found.bits.get(output, "absent")
+        if then != today:
+            worse.append(f"bits of output {output}: {then[:12]} -> {today[:12]}")
+    return Outcome(tuple(worse), tuple(notes))
+
+
+def judge_speed(recorded: Decisions, here: Decisions, attempt: Callable[[], Speed], tolerance: float) -> Outcome:
+    """Measures until one attempt shows no slowdown; ATTEMPTS that all show it are a difference. Notes where speed can't be judged."""
+    if recorded.speed is None:
+        return Outcome((), ("speed: none is recorded",))
+    if (recorded.cpu, recorded.threads) != (here.cpu, here.threads):
+        return Outcome((), (f"speed: recorded on {recorded.cpu} with {recorded.threads} threads, not compared with this machine",))
+    said = None
+    for _ in range(ATTEMPTS):
+        found = attempt()
+        said = slower(recorded.speed, found, tolerance)
+        if said is None:
+            noisy = (f"speed: too noisy to judge, the model differs from itself by {found.noise:.0%}",) if found.noise > MAX_NOISE else ()
+            return Outcome((), noisy)
+    return Outcome((said,) if said else ())
+
+
+def check(
+    model: Any,
+    against: str | os.PathLike[str],
+    *,
+    shapes: Mapping[str, int | Sequence[int]] | None = None,
+    threads: int | None = None,
+    fuse: Fuse = "measured",
+    logs: str | os.PathLike[str] | None = None,
+    write: bool = False,
+    speed: bool = True,
+    tolerance: float = TOLERANCE,
+) -> Outcome:
+    """Build the model and compare it with the file `against`, or write that file.
+
+    speed      measure it too; without it, nothing depends on the machine. tolerance: how much slower is still well, 0.1 for a tenth.
+    Raises     as `tvmfuse.build` does; UsageError for a file that can't be read or written.
+    """
+    path = Path(against)
+    recorded = None if write else Decisions.read(path)
+    session = tvmfuse.build(model, shapes=shapes, threads=threads or default_threads(), fuse=fuse, logs=logs)
+    found = inspect(session)
+
+    def attempt() -> Speed:
+        # Buffers of its own each time: where they lie decides some kernels' speed.
+        return measure(compare.bound(session, seeded(session)), reference_kernel(), ATTEMPT_S, time.perf_counter)
+
+    if recorded is None:
+        dataclasses.replace(found, speed=attempt() if speed else None).write(path)
+        return Outcome(())
+    outcome = regressions(recorded, found)
+    judged = judge_speed(recorded, found, attempt, tolerance) if speed else Outcome(())
+    return Outcome(outcome.differences + judged.differences, outcome.notes + judged.notes)
+
+
+def _ops(site: SiteState) -> str:
+    inside, apart = " ".join(site.epilogue[: site.fused]), " ".join(site.epilogue[site.fused :])
+    return f"{inside or 'nothing'} in {site.placement if site.fused else 'its loop'}" + (f", {apart} apart" if apart else "")

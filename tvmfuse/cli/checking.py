@@ -1,0 +1,52 @@
+"""`tvmfuse check`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import check as checking
+from ..errors import CheckFailed
+from .arguments import AsJson, Fuse, Logs, Model, Shapes, Threads, parse_shapes
+from .output import say
+
+
+def check(
+    model: Model,
+    against: Annotated[Path, typer.Option(metavar="FILE.json", dir_okay=False, help="What an earlier build came to.")],
+    write: Annotated[bool, typer.Option("--write", help="Write that file instead.")] = False,
+    shape: Shapes = None,
+    threads: Threads = None,
+    fuse: Fuse = "measured",
+    logs: Logs = None,
+    speed: Annotated[bool, typer.Option(help="Measure speed against a reference kernel too.")] = True,
+    tolerance: Annotated[float, typer.Option(min=0, help="How much slower is still well: 0.1 for a tenth.")] = checking.TOLERANCE,
+    as_json: AsJson = False,
+) -> None:
+    """Fail (exit code 8) if a model is fused less, gives other bits or runs slower than a file says."""
+    outcome = checking.check(
+        model,
+        against,
+        shapes=parse_shapes(shape),
+        threads=threads,
+        fuse=fuse,
+        logs=logs,
+        write=write,
+        speed=speed,
+        tolerance=tolerance,
+    )
+    if as_json:
+        typer.echo(json.dumps({"ok": not outcome.differences, **asdict(outcome)}))
+    else:
+        for line in outcome.differences:
+            typer.echo(line)
+    for note in outcome.notes:
+        say(note)
+    if outcome.differences:
+        count = f"{len(outcome.differences)} difference{'s' * (len(outcome.differences) > 1)}"
+        raise CheckFailed(f"{model}: {count} from {against}; if meant, record the new state with --write")
+    say(f"{against}: {'written' if write else 'no difference'}")
