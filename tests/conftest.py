@@ -9,6 +9,7 @@ from pathlib import Path
 # unbound, because workers bound to cores fight with the test process beside them.
 os.environ.setdefault("TVM_NUM_THREADS", "2")
 os.environ.setdefault("TVM_BIND_THREADS", "0")
+os.environ["TVMFUSE_CACHE"] = "off"
 
 import pytest
 from hypothesis import settings

@@ -11,8 +11,10 @@ from typing import Any
 
 import tvm
 from tvm import relax
+from tvm.relax import vm_build
 
-from . import graph
+from . import cache, graph
+from .artifact import Manifest, Program
 from .choose import Chooser, Fuse
 from .decide.log import Log
 from .errors import UnsupportedError, UsageError
@@ -20,11 +22,12 @@ from .graph.sites import FoundSite, find_sites, recurrences
 from .kernel.cost import costs
 from .kernel.generic import lower_generic
 from .kernel.lower import lower_sites
+from .kernel.memory import memory_as_parameters
 from .kernel.outputs import outputs_as_parameters, own_outputs
 from .measure.host import host, machine, parse_target, required_features, toolchain
 from .model.load import Loaded, load
 from .predicting import predictor
-from .session import Manifest, Session
+from .session import Session
 from .values import Machine, Site
 
 Dump = Callable[[str, tvm.IRModule], None]
@@ -97,7 +100,7 @@ def build(
     numerics: str = "exact",
     dump_ir: str | os.PathLike[str] | None = None,
 ) -> Session:
-    """Compile a model for one CPU. Never measures.
+    """Compile a model for one CPU, or find it in the cache of compiled models. Never measures.
 
     model     path to a .onnx file, an onnx.ModelProto or a Relax IRModule.
     shapes    binds free dimensions ({"S": 1}) or whole inputs ({"x": (1, 3, 224, 224)}).
@@ -112,8 +115,13 @@ def build(
         raise UnsupportedError(f"numerics={numerics!r} isn't offered; 'exact' is")
     plan = plan_for(target, threads, fuse, logs)
     dump = _dumper(Path(dump_ir)) if dump_ir is not None else None
-    prepared = prepare(model, shapes, dump)
-    return compile_model(prepared, plan, plan.chooser, dump)
+    log = plan.chooser.log.fingerprint() if plan.chooser.log else None
+    key = cache.key(model, shapes, plan.machine, fuse, log) if target is None and dump is None else None
+    if key is not None and (kept := cache.find(key)) is not None:
+        return Session(kept)
+    session = compile_model(prepare(model, shapes, dump), plan, plan.chooser, dump)
+    kept = cache.keep(session.program, key) if key is not None else None
+    return Session(kept) if kept is not None else session
 
 
 def compile_model(prepared: Prepared, plan: Plan, chooser: Chooser, dump: Dump | None = None) -> Session:
@@ -124,22 +132,35 @@ def compile_model(prepared: Prepared, plan: Plan, chooser: Chooser, dump: Dump |
     mod = outputs_as_parameters(lower_generic(own_outputs(lowered.mod), plan.machine))
     if dump:
         dump("generic", mod)
-
-    def linked(exec_mode: str) -> relax.VMExecutable:
-        return relax.build(mod, plan.target, relax_pipeline=lowered_pipeline(), exec_mode=exec_mode)
-
+    launched = tuple(costs(mod, lowered.anchors))
+    with plan.target:
+        mod, memory = memory_as_parameters(lowered_pipeline()(mod))
+    if dump:
+        dump("memory", mod)
     manifest = Manifest(
         inputs=prepared.loaded.inputs,
         outputs=prepared.loaded.outputs,
         sites=tuple(described(site, chooser) for site in prepared.sites),
         kernels=lowered.kernels,
-        costs=tuple(costs(mod, lowered.anchors)),
+        costs=launched,
         threads=plan.machine.threads,
         target=str(plan.target),
         features=required_features(plan.target),
         toolchain=toolchain(),
+        views=memory.views,
+        weights=tuple(array.nbytes for array in memory.weights),
+        workspace=memory.workspace,
     )
-    return Session(linked("compiled"), manifest, lambda: linked("bytecode"))
+    return Session(Program(manifest, _executable(mod, plan.target), memory.weights))
+
+
+def _executable(mod: tvm.IRModule, target: tvm.target.Target) -> relax.VMExecutable:
+    """relax.build for a module in VM code, with main twice: compiled, and as `traced` in code that a virtual machine interprets."""
+    builder = relax.ExecBuilder()
+    kernels = vm_build._vmcodegen(builder, mod, "compiled")
+    traced = tvm.IRModule({tvm.ir.GlobalVar("traced"): mod["main"].with_attr("global_symbol", "traced")})
+    vm_build._vmcodegen(builder, traced, "bytecode")
+    return vm_build._vmlink(builder, target, kernels)
 
 
 def lowered_pipeline() -> Any:

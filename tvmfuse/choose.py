@@ -83,7 +83,7 @@ class Chooser:
 
     def match(self, workload: Workload) -> Match | None:
         """What the log has on a workload: a verdict to use, or a hint."""
-        if self.log is None or self.host is None:
+        if self.log is None or self.host is None or not self.log.decides(workload):  # a digest takes as long as a kernel
             return None
         return self.log.best(workload, self.host, self.machine.threads, self.toolchain, kernel.digest(workload, self.machine))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tvmfuse
+from tvmfuse.artifact import FORMAT
 from tvmfuse.errors import ModelError
 
 # Each reads, or may read, objects that run code while they are made.
@@ -20,6 +21,7 @@ def artifact(path: Path, manifest: bytes, code: bytes = b"", compression: int = 
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("manifest.json", manifest)
         archive.writestr("model.so", code)
+        archive.writestr("weights.bin", b"")
     return path
 
 
@@ -46,8 +48,8 @@ def test_a_manifest_that_is_none_is_refused(tmp_path: Path, manifest: bytes) -> 
 
 @pytest.mark.parametrize("value", [None, 3, "text", [3], {"a": 3}])
 def test_a_manifest_of_other_types_is_refused(tmp_path: Path, value: object) -> None:
-    keys = "inputs outputs sites kernels kernel_count threads target features toolchain views weights workspace".split()
-    manifest = {"format": tvmfuse.session.FORMAT, "sha256": "", **dict.fromkeys(keys, value)}
+    keys = "inputs outputs sites kernels costs threads target features toolchain views weights workspace".split()
+    manifest = {"format": FORMAT, "sha256": "", **dict.fromkeys(keys, value)}
     refused(artifact(tmp_path / "m.tvmfuse", json.dumps(manifest).encode()))
 
 

@@ -16,7 +16,21 @@ LAYERS = (
     ("kernel",),
     ("measure",),
     ("decide",),
-    ("building", "choose", "session", "tuning", "explaining", "compare", "peers", "benching", "demo", "predicting"),
+    (
+        "building",
+        "choose",
+        "artifact",
+        "cache",
+        "pool",
+        "session",
+        "tuning",
+        "explaining",
+        "compare",
+        "peers",
+        "benching",
+        "demo",
+        "predicting",
+    ),
     ("cli", "report", "check", "doctor", "pytest_plugin", "onnx_backend"),
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

@@ -34,7 +34,7 @@ def holds_artifact(path: Path) -> bool:
     """By content, whatever the file is called."""
     if not zipfile.is_zipfile(path):
         return False
-    from ..session import is_artifact  # waits for TVM
+    from ..artifact import is_artifact  # waits for TVM
 
     return is_artifact(path)
 

@@ -184,6 +184,10 @@ class Log:
             self._decoded[key] = _decode(lines, self.damage)
         return self._decoded[key]
 
+    def decides(self, workload: Workload) -> bool:
+        """Whether there is a decision on a workload, under whatever conditions."""
+        return bool(self._of(workload.hash(), decisions_only=True))
+
     def best(self, workload: Workload, host: Host, threads: int, toolchain: Mapping[str, str], kernel_digest: str) -> Match | None:
         """The decision recorded for a workload, or None.
 

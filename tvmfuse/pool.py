@@ -1,0 +1,61 @@
+"""Which operating system thread starts a model's parallel loops.
+
+TVM gives each thread that starts one a pool of workers, for the life of the process: 200 short-lived callers left 523 threads and a
+busy core. So there are two such threads at most: the first that comes calls its models itself, at no cost; all others hand their calls
+to one thread that is kept for them, which takes some 20 us and makes them take turns. They would want the same cores anyway.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable
+
+
+class _Role(threading.local):
+    starts_loops = False
+
+
+_role = _Role()
+_lock = threading.Lock()
+_first: threading.Thread | None = None
+_kept: concurrent.futures.ThreadPoolExecutor | None = None
+
+
+def call(function: Callable[[], object], threads: int) -> None:
+    """`function()`, which has parallel loops for `threads` threads, in a thread that may start them."""
+    if _role.starts_loops:
+        function()
+        return
+    kept = _claim(threads)
+    if kept is None:
+        function()
+    else:
+        kept.submit(function).result()
+
+
+def _claim(threads: int) -> concurrent.futures.Executor | None:
+    """Make the caller the thread that starts loops, if none came before it (None); else who does it instead."""
+    global _first, _kept
+    with _lock:
+        if _first is None:
+            # TVM reads both when it makes a pool. It would take every second processor, and tie all its threads but the caller's to
+            # one each: every second process then runs at half its speed.
+            os.environ.setdefault("TVM_NUM_THREADS", str(threads))
+            os.environ.setdefault("TVM_BIND_THREADS", "0")
+            _first, _role.starts_loops = threading.current_thread(), True
+            return None
+        if _kept is None:
+            _kept = concurrent.futures.ThreadPoolExecutor(1, "tvmfuse", lambda: setattr(_role, "starts_loops", True))
+        return _kept
+
+
+def _forget() -> None:
+    """A forked child has neither of the two threads, but for the one that forked."""
+    global _lock, _first, _kept
+    _lock, _kept = threading.Lock(), None
+    _first = threading.current_thread() if _role.starts_loops else None
+
+
+os.register_at_fork(after_in_child=_forget)
