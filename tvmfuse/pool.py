@@ -19,7 +19,7 @@ class _Role(threading.local):
 
 _role = _Role()
 _lock = threading.Lock()
-_first: threading.Thread | None = None
+_came = False
 _kept: concurrent.futures.ThreadPoolExecutor | None = None
 
 
@@ -37,25 +37,24 @@ def call(function: Callable[[], object], threads: int) -> None:
 
 def _claim(threads: int) -> concurrent.futures.Executor | None:
     """Make the caller the thread that starts loops, if none came before it (None); else who does it instead."""
-    global _first, _kept
+    global _came, _kept
     with _lock:
-        if _first is None:
+        if not _came:
             # TVM reads both when it makes a pool. It would take every second processor, and tie all its threads but the caller's to
             # one each: every second process then runs at half its speed.
             os.environ.setdefault("TVM_NUM_THREADS", str(threads))
             os.environ.setdefault("TVM_BIND_THREADS", "0")
-            _first, _role.starts_loops = threading.current_thread(), True
+            _came = _role.starts_loops = True
             return None
         if _kept is None:
             _kept = concurrent.futures.ThreadPoolExecutor(1, "tvmfuse", lambda: setattr(_role, "starts_loops", True))
         return _kept
 
 
-def _forget() -> None:
-    """A forked child has neither of the two threads, but for the one that forked."""
-    global _lock, _first, _kept
-    _lock, _kept = threading.Lock(), None
-    _first = threading.current_thread() if _role.starts_loops else None
+def _forked() -> None:
+    """The child has no workers, not even those of the thread that lives on in it: a new thread is kept for its calls."""
+    global _lock, _kept
+    _lock, _kept, _role.starts_loops = threading.Lock(), None, False
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forked)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -232,6 +234,21 @@ def test_profile_says_what_each_kernel_costs_and_could_cost():
     assert only.sites == (session.sites[0].name,) and only.launches == 1 and only.time_s > 0
     assert only.cost == Cost(2 * 64 * 32 * 16, 4 * 64 * (16 + 32), 4 * 16 * 32)
     assert only.bound_s == pytest.approx(4 * (64 * 48 + 16 * 32) / 1e6)
+
+
+def test_a_forked_child_runs_parallel_loops(wide: tvmfuse.Session, tmp_path: Path) -> None:
+    """TVM's workers aren't there in the child: without a thread of its own its call would wait for them for ever."""
+    wide.save(tmp_path / "m.tvmfuse")
+    code = """
+import os, sys, threading, numpy as np, tvmfuse
+session, feeds = tvmfuse.load(sys.argv[1]), {"x": np.ones((256, 256), np.float32)}
+(before,) = session.run(None, feeds)
+child = os.fork()
+if not child:
+    os._exit(int((session.run(None, feeds)[0] != before).any()))
+sys.exit(os.waitpid(child, 0)[1])
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "m.tvmfuse")], check=True, timeout=60)
 
 
 def test_many_short_lived_callers_leave_no_threads_behind(wide: tvmfuse.Session) -> None:

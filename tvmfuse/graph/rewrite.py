@@ -50,9 +50,14 @@ def is_float(value: Expr) -> bool:
     return is_static(value) and dtype_of(value) in ("float16", "float32", "float64")
 
 
+def numpy_has(dtype: str) -> bool:
+    """Types that further packages add to NumPy, such as bfloat16, don't travel through DLPack."""
+    return dtype in np.sctypeDict and np.dtype(dtype).isbuiltin == 1
+
+
 def array_of(value: Expr) -> Any:
     """The elements of a constant as NumPy sees them in place; None when `value` is no constant or of a type that NumPy doesn't have."""
-    if not isinstance(value, GenericConst) or not is_static(value) or dtype_of(value) not in np.sctypeDict:
+    if not isinstance(value, GenericConst) or not is_static(value) or not numpy_has(dtype_of(value)):
         return None
     return np.from_dlpack(value.value)
 

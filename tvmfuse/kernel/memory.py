@@ -21,7 +21,7 @@ from tvm import relax
 from tvm.ir import Call, GenericConst
 from tvm.relax import Expr, Var
 
-from ..graph.rewrite import array_of, dtype_of, op_name, shape_of, substitute
+from ..graph.rewrite import array_of, dtype_of, numpy_has, op_name, shape_of, substitute
 
 ALIGNMENT = 64
 CHECKS = ("vm.builtin.check_tensor_info", "vm.builtin.match_shape")
@@ -53,7 +53,9 @@ def aligned(size: int) -> int:
 def memory_as_parameters(mod: tvm.IRModule) -> tuple[tvm.IRModule, Memory]:
     """The module with the new main, and what its last parameters have to be."""
     main = mod["main"]
-    lifting = _Lifting()
+    bindings = [binding for block in main.body.blocks for binding in block.bindings]
+    tensors = [b.var for b in bindings if isinstance(b.value, Call) and _callee(b.value) == "vm.alloc_tensor"]
+    lifting = _Lifting(workspace_too=all(numpy_has(dtype_of(tensor)) for tensor in tensors))
     blocks = [relax.BindingBlock([b for binding in block.bindings for b in lifting.rewrite(binding)]) for block in main.body.blocks]
     body = relax.SeqExpr(blocks, substitute(main.body.body, lifting.replaced))
     mod = mod.clone()
@@ -62,7 +64,10 @@ def memory_as_parameters(mod: tvm.IRModule) -> tuple[tvm.IRModule, Memory]:
 
 
 class _Lifting:
-    def __init__(self) -> None:
+    """workspace_too  unless it holds a type that NumPy doesn't have: then main allocates in each call."""
+
+    def __init__(self, workspace_too: bool) -> None:
+        self._workspace_too = workspace_too
         self.params: dict[View, Var] = {}
         self.weights: dict[str, tuple[int, np.ndarray]] = {}  # by content: equal ones are held once
         self.workspace = 0
@@ -79,7 +84,7 @@ class _Lifting:
         if not isinstance(value, Call):
             return [relax.VarBinding(binding.var, value)]
         match _callee(value):
-            case "vm.alloc_storage":
+            case "vm.alloc_storage" if self._workspace_too:
                 self._storage[binding.var] = self.workspace
                 self.workspace += aligned(math.prod(int(extent) for extent in value.args[0].values))
                 return []
