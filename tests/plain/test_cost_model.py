@@ -109,6 +109,12 @@ def test_too_few_measurements_teach_nothing() -> None:
     assert learn(examples(records((cost_model.MIN_MEASURED + 2) // 3), MACHINE), MACHINE) is not None
 
 
+def test_many_measurements_of_few_workloads_teach_nothing() -> None:
+    sites = examples(records(20), MACHINE)
+    again = [dataclasses.replace(site, workload=sites[i % 4].workload) for i, site in enumerate(sites)]
+    assert learn(again, MACHINE) is None
+
+
 def test_failures_teach_nothing() -> None:
     assert examples([Record.of(r.workload, Measurement(r.candidate, error="SIGSEGV"), HERE) for r in records(20)], MACHINE) == []
 

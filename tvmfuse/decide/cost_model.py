@@ -25,7 +25,7 @@ FMA_PORTS = 2
 BYTES_PER_S = (200e9, 116e9, 95e9, 27e9)  # read from L1, L2, L3, memory by one Zen 4 core
 LAUNCH_S = 0.1e-6  # one more packed call
 SPILL = 1.2  # one spilled accumulator costs 20 % of a register tile's speed
-MIN_MEASURED = 50  # fewer candidates than this say less than the prior
+MIN_MEASURED, MIN_RANKED_SITES = 50, 5  # fewer candidates, or of fewer workloads, say less than the prior
 MIN_SITES = 20  # fewer workloads than this say nothing about another one
 FOLDS = 4
 ERRORS = 2.0  # picks are extremes: with one error alone, pure noise of any size was taken for a gain
@@ -229,11 +229,11 @@ def examples(records: Iterable[Record], machine: Machine) -> list[Examples]:
 
 
 def learn(sites: Sequence[Examples], machine: Machine) -> Learned | None:
-    """Train on measured sites, or None when they come to fewer than MIN_MEASURED candidates.
+    """Train on measured sites, or None when they come to fewer than MIN_MEASURED candidates of MIN_RANKED_SITES workloads.
 
     The same sites give the same model: one thread, a fixed seed, nothing sampled.
     """
-    if sum(len(site.log_ratios) for site in sites) < MIN_MEASURED:
+    if sum(len(site.log_ratios) for site in sites) < MIN_MEASURED or len({site.workload for site in sites}) < MIN_RANKED_SITES:
         return None
     return Learned(machine, _train(sites, [_rows(site) for site in sites]))
 
