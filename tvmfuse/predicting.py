@@ -11,8 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
-import platformdirs
-
+from . import cache
 from .decide import cost_model
 from .decide.cost_model import Learned
 from .decide.log import Log
@@ -25,20 +24,23 @@ ERROR = "tvmfuse.error"  # the booster's attribute that holds `Learned.error`
 def predictor(log: Log, machine: Machine) -> Learned | None:
     """Trained on the log's records of this instruction set; None when they are too few."""
     path = _path(log, machine)
-    if (kept := _read(path, machine)) is not None:
+    if path is not None and (kept := _read(path, machine)) is not None:
         return kept
     alike = (record for record in log.records() if isa_among(record.conditions.host.features) == machine.isa)
     learned = cost_model.learn_with_error(cost_model.examples(alike, machine), machine)
-    if learned is not None:
+    if learned is not None and path is not None:
         _keep(learned, path)
     return learned
 
 
-def _path(log: Log, machine: Machine) -> Path:
+def _path(log: Log, machine: Machine) -> Path | None:
+    """None when the cache is switched off."""
     import xgboost
 
+    if (models := cache.folder()) is None:
+        return None
     made_of = log.fingerprint(), machine.isa.name, xgboost.__version__, Path(cost_model.__file__).read_text()
-    return platformdirs.user_cache_path("tvmfuse") / "predictors" / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]}.ubj"
+    return models.with_name("predictors") / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]}.ubj"
 
 
 def _read(path: Path, machine: Machine) -> Learned | None:

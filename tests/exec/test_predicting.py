@@ -25,7 +25,7 @@ from tvmfuse.values import Candidate, Matmul, Measurement, Verdict, Workload
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(predicting.platformdirs, "user_cache_path", lambda _: tmp_path / "cache")
+    monkeypatch.setenv("TVMFUSE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -133,6 +133,15 @@ def test_cache_that_cannot_be_written_costs_nothing_but_time(
     model: onnx.ModelProto, plan: building.Plan, tmp_path: Path, cache: Path
 ) -> None:
     cache.write_text("not a folder")
+    Log([tmp_path / "log"]).append(*others(model, plan))
+    assert predicting.predictor(Log([tmp_path / "log"]), plan.machine) is not None
+
+
+def test_cache_that_is_switched_off_keeps_nothing(
+    model: onnx.ModelProto, plan: building.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TVMFUSE_CACHE", "off")
+    monkeypatch.setattr(predicting, "_keep", lambda *_: pytest.fail("it is kept"))
     Log([tmp_path / "log"]).append(*others(model, plan))
     assert predicting.predictor(Log([tmp_path / "log"]), plan.machine) is not None
 
