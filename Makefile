@@ -4,13 +4,26 @@ VENV ?= .venv
 # Test processes side by side. Those in tests/exec start threads of their own.
 WORKERS ?= 2
 
-.PHONY: test demo bench clean
+.PHONY: test fuzz test-aarch64 demo bench clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy tvmfuse
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+# Random models; FUZZ_SEED repeats a run. A failure is shrunk, and printed as ONNX text.
+FUZZ ?= 20000
+FUZZ_SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+fuzz: $(VENV)/.installed-test
+	@echo "FUZZ_SEED=$(FUZZ_SEED)"
+	FUZZ=$(FUZZ) FUZZ_SEED=$(FUZZ_SEED) $(VENV)/bin/python -m pytest -n $(WORKERS) tests/exec/test_random_models.py
+
+# Under emulation: as root on Debian, five minutes and 1 GB of packages at first.
+AARCH64_ROOT ?= .aarch64
+test-aarch64: $(VENV)/.installed-test
+	tests/aarch64/make_root.sh $(AARCH64_ROOT) $(VENV)/bin/python
+	TVMFUSE_AARCH64_ROOT=$(AARCH64_ROOT) $(VENV)/bin/python -m pytest tests/aarch64
 
 demo: $(VENV)/.installed-demo
 	$(VENV)/bin/tvmfuse demo
