@@ -17,8 +17,9 @@ from . import cache, graph
 from .artifact import Manifest, Program
 from .choose import Chooser, Fuse
 from .decide.log import Log
-from .errors import UnsupportedError, UsageError
+from .errors import UsageError
 from .graph.sites import FoundSite, find_sites, recurrences
+from .kernel import why_not_relaxed
 from .kernel.cost import costs
 from .kernel.generic import lower_generic
 from .kernel.lower import lower_sites
@@ -28,7 +29,7 @@ from .measure.host import host, machine, parse_target, required_features, toolch
 from .model.load import Loaded, load
 from .predicting import predictor
 from .session import Session
-from .values import Machine, Site
+from .values import Conv2d, Machine, Numerics, Site
 
 Dump = Callable[[str, tvm.IRModule], None]
 
@@ -47,7 +48,7 @@ class Plan:
     chooser: Chooser
 
 
-def plan_for(target: Any, threads: int | None, fuse: Fuse, logs: str | os.PathLike[str] | None) -> Plan:
+def plan_for(target: Any, threads: int | None, fuse: Fuse, logs: str | os.PathLike[str] | None, numerics: Numerics = "exact") -> Plan:
     """The arguments of `build` that say for what and how, checked. Raises UsageError or UnsupportedError."""
     threads = default_threads() if threads is None else threads
     if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
@@ -59,7 +60,7 @@ def plan_for(target: Any, threads: int | None, fuse: Fuse, logs: str | os.PathLi
     if log and log.damage:
         first = f"{len(log.damage)} damaged lines of the tuning log are skipped, the first at {log.damage[0]}"
         warnings.warn(f"{first} (a writer was killed, or the file was edited); `tvmfuse log compact` drops them", stacklevel=3)
-    return Plan(compiled_for, for_machine, Chooser(fuse, for_machine, log, here, toolchain(), predictor))
+    return Plan(compiled_for, for_machine, Chooser(fuse, for_machine, log, here, toolchain(), predictor, numerics=numerics))
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def build(
     threads: int | None = None,
     fuse: Fuse = "measured",
     logs: str | os.PathLike[str] | None = None,
-    numerics: str = "exact",
+    numerics: Numerics = "exact",
     dump_ir: str | os.PathLike[str] | None = None,
 ) -> Session:
     """Compile a model for one CPU, or find it in the cache of compiled models. Never measures.
@@ -108,15 +109,15 @@ def build(
     threads   how many threads one call uses; None for all processors of this process.
     fuse      "measured" (the log's decisions, else a prediction from them, else the default), "always" or "never".
     logs      folder of tuning records; None for the shipped ones and the user's own.
+    numerics  "exact": the bits depend on the model, its shapes and the input alone. "relaxed": 3x3 convolutions may also be computed by
+              Winograd's algorithm where it was measured, or else is predicted, to be faster; session.sites says where.
     dump_ir   folder to which the module is written after each phase.
     Raises    UsageError, ModelError or UnsupportedError, each saying what, where and what to do.
     """
-    if numerics != "exact":
-        raise UnsupportedError(f"numerics={numerics!r} isn't offered; 'exact' is")
-    plan = plan_for(target, threads, fuse, logs)
+    plan = plan_for(target, threads, fuse, logs, numerics)
     dump = _dumper(Path(dump_ir)) if dump_ir is not None else None
     log = plan.chooser.log.fingerprint() if plan.chooser.log else None
-    key = cache.key(model, shapes, plan.machine, fuse, log) if target is None and dump is None else None
+    key = cache.key(model, shapes, plan.machine, fuse, numerics, log) if target is None and dump is None else None
     if key is not None and (kept := cache.find(key)) is not None:
         return Session(kept)
     session = compile_model(prepare(model, shapes, dump), plan, plan.chooser, dump)
@@ -188,14 +189,18 @@ def lowered_pipeline() -> Any:
 
 
 def pipeline(
-    target: Any = None, threads: int = 1, fuse: Fuse = "measured", logs: str | os.PathLike[str] | None = None
+    target: Any = None,
+    threads: int = 1,
+    fuse: Fuse = "measured",
+    logs: str | os.PathLike[str] | None = None,
+    numerics: Numerics = "exact",
 ) -> tvm.transform.Pass:
     """tvmfuse as a Relax pipeline: tvm.compile(mod, target, relax_pipeline=tvmfuse.pipeline(target)).
 
     mod's function main is one dataflow block of static shapes; what is to be packed or folded (weights) has to be bound to it as
     constants before, as with relax.transform.BindParams. Other arguments as for `build`.
     """
-    plan = plan_for(target, threads, fuse, logs)
+    plan = plan_for(target, threads, fuse, logs, numerics)
 
     @tvm.transform.module_pass(opt_level=0, name="tvmfuse")
     def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
@@ -209,7 +214,7 @@ def pipeline(
 
 def described(site: FoundSite, chooser: Chooser) -> Site:
     """What a person is told of a site."""
-    choice = chooser.choice(site.workload)
+    choice, convolution = chooser.choice(site.workload), isinstance(site.workload.anchor, Conv2d)
     fused = bool(site.workload.epilogue.steps)
     return Site(
         name=site.name,
@@ -223,6 +228,9 @@ def described(site: FoundSite, chooser: Chooser) -> Site:
         workload=site.workload,
         ratio=choice.ratio,
         ci=choice.ci,
+        algorithm=choice.candidate.algorithm,
+        relative_error=choice.relative_error,
+        why_not_relaxed=why_not_relaxed(site.workload) if convolution and chooser.numerics == "relaxed" else None,
     )
 
 

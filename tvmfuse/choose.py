@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from . import kernel
 from .decide.cost_model import Learned
 from .decide.log import Log, Match
 from .errors import UsageError
-from .values import Candidate, Host, Machine, Source, Workload
+from .values import NUMERICS, Candidate, Host, Machine, Numerics, Source, Workload
 
 Fuse = Literal["measured", "always", "never"]
 PREDICTED_TILES = 24
@@ -23,12 +23,14 @@ class Choice:
     """A candidate and where it comes from.
 
     ratio    to the default's time, as measured (then with its interval) or as predicted.
+    relative_error  measured of a relaxed candidate; None before that.
     """
 
     candidate: Candidate
     source: Source
     ratio: float | None = None
     ci: tuple[float, float] | None = None
+    relative_error: float | None = None
 
 
 @dataclass
@@ -40,6 +42,8 @@ class Chooser:
           is None when nothing is known, `host` when nothing can be matched, as for a foreign target.
     predict  the trained model, or None when the log holds too little; called once, for the first workload that has no verdict.
     tried  candidates that go before all that, as while a tuned model is compared with its default.
+    numerics  "relaxed": an analytic prior chooses the default among algorithms, also the exact one. Where the log has no decision, that
+          stands as predicted if it is relaxed; if it is exact, what is known of exact candidates holds.
     """
 
     fuse: Fuse
@@ -49,32 +53,48 @@ class Chooser:
     toolchain: Mapping[str, str] = field(default_factory=dict)
     predict: Callable[[Log, Machine], Learned | None] = lambda log, machine: None
     tried: Mapping[Workload, Candidate] = field(default_factory=dict)
+    numerics: Numerics = "exact"
     _made: dict[Workload, Choice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.fuse not in FUSE:
             raise UsageError(f"fuse={self.fuse!r} is none of {', '.join(FUSE)}")
+        if self.numerics not in NUMERICS:
+            raise UsageError(f"numerics={self.numerics!r} is none of {', '.join(NUMERICS)}")
 
     def __call__(self, workload: Workload) -> Candidate:
         return self.choice(workload).candidate
 
     def choice(self, workload: Workload) -> Choice:
         if workload not in self._made:
-            self._made[workload] = self._choose(workload)
+            choice = self._choose(workload)
+            if self.log is not None and (algorithm := choice.candidate.algorithm):
+                choice = replace(choice, relative_error=self.log.relative_error(workload, algorithm))
+            self._made[workload] = choice
         return self._made[workload]
+
+    def candidates(self, workload: Workload) -> tuple[Candidate, ...]:
+        """What this build may choose among, the default first."""
+        return kernel.candidates(workload, self.machine, self.numerics)
+
+    def digest(self, workload: Workload) -> str:
+        """Under which what is measured of these candidates is recorded."""
+        return kernel.digest(workload, self.machine, self.numerics)
 
     def _choose(self, workload: Workload) -> Choice:
         if workload in self.tried:
             return Choice(self.tried[workload], "measured")
-        default = kernel.candidates(workload, self.machine)[0]
+        default = self.candidates(workload)[0]
+        untuned = Choice(default, "predicted" if default.algorithm else "default")
         if not workload.epilogue.steps and self.fuse != "measured":
-            return Choice(default, "default")
+            return untuned
         if self.fuse == "always":
             return Choice(default, "forced")
         if self.fuse == "never":
             return Choice(Candidate("separate", 0, default.knobs), "forced")
-        if (match := self.match(workload)) is None or match.kind != "use":
-            return self._predicted(workload) or Choice(default, "default")
+        match = self.match(workload)
+        if match is None or match.kind != "use":
+            return untuned if default.algorithm else self._predicted(workload) or untuned
         verdict = match.record.verdict
         assert verdict is not None
         if match.candidate is None:
@@ -83,9 +103,16 @@ class Chooser:
 
     def match(self, workload: Workload) -> Match | None:
         """What the log has on a workload: a verdict to use, or a hint."""
+        found = self._match(workload, self.numerics)
+        if self.numerics == "relaxed" and (found is None or found.kind != "use") and not self.candidates(workload)[0].algorithm:
+            return self._match(workload, "exact") or found
+        return found
+
+    def _match(self, workload: Workload, numerics: Numerics) -> Match | None:
         if self.log is None or self.host is None or not self.log.decides(workload):  # a digest takes as long as a kernel
             return None
-        return self.log.best(workload, self.host, self.machine.threads, self.toolchain, kernel.digest(workload, self.machine))
+        digest = kernel.digest(workload, self.machine, numerics)
+        return self.log.best(workload, self.host, self.machine.threads, self.toolchain, digest, numerics)
 
     def _predicted(self, workload: Workload) -> Choice | None:
         candidates = first_tiles(kernel.candidates(workload, self.machine))

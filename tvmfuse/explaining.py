@@ -10,14 +10,14 @@ from typing import Any
 
 from . import kernel
 from .building import Plan, Prepared, described, plan_for, prepare
-from .choose import Fuse
+from .choose import Choice, Fuse
 from .decide.cost_model import AnalyticPrior
 from .decide.log import Conditions, Match
 from .errors import UsageError
 from .graph.excerpt import excerpt
 from .graph.hoist import Rule, refusals
 from .graph.sites import FoundSite
-from .values import ITEM_BYTES, Candidate, Cost, Matmul, Recurrent, Roofline, Site, Verdict, Workload
+from .values import ITEM_BYTES, Candidate, Cost, Matmul, Numerics, Recurrent, Roofline, Site, Verdict, Workload
 
 # What a person who owns the model could do about each rule.
 REMEDIES: dict[Rule, str] = {
@@ -123,13 +123,14 @@ def explain(
     fuse: Fuse = "measured",
     logs: str | os.PathLike[str] | None = None,
     roofline: Callable[[int], Roofline] | None = None,
+    numerics: Numerics = "exact",
 ) -> Report:
     """The sites of a model with reason, prediction and measurement. Other arguments as for `build`; compiles nothing.
 
     roofline  measures the limits of this machine at so many threads, as `tvmfuse.measure.roofline.roofline` does in a second or two;
               every site then has its bound.
     """
-    plan = plan_for(target, threads, fuse, logs)
+    plan = plan_for(target, threads, fuse, logs, numerics)
     prepared = prepare(model, shapes)
     blocked = tuple(Blocked(r.op, r.culprit, r.rule, str(r), REMEDIES[r.rule], r.anchor) for r in refusals(prepared.hoistable))
     touched = sum(found.workload.bytes_moved() for found in prepared.sites)
@@ -145,42 +146,45 @@ def _explained(found: FoundSite, plan: Plan, blocked: tuple[Blocked, ...], limit
     size = math.prod(workload.anchor.output_shape()) * ITEM_BYTES.get(workload.output_dtype, 4)
     return Explained(
         site=described(found, plan.chooser),
-        why=_why(choice.source, match),
+        why=_why(choice, match),
         hint=_hint(match, plan) if match and match.kind == "hint" else None,
         predicted_s=chosen.predicted_s,
         predicted_ratio=choice.ratio if choice.source == "predicted" and choice.ratio else chosen.predicted_ratio,
         bytes_saved=2 * size if choice.candidate.cut and choice.candidate.cut == len(workload.epilogue.steps) else 0,
-        bound_s=limits.bound_s(cost(workload), touched) if limits else None,
+        bound_s=limits.bound_s(cost(workload, choice.candidate), touched) if limits else None,
         options=options,
         blocked=tuple(b for b in blocked if b.anchor == found.members[0]),
     )
 
 
-def cost(workload: Workload) -> Cost:
-    """The least that a site has to do: weights and constant operands are constants, the rest activations."""
+def cost(workload: Workload, candidate: Candidate) -> Cost:
+    """The least that a site has to do by a candidate's algorithm: weights and constant operands are constants, the rest activations."""
     anchor = workload.anchor
     first, *rest = (math.prod(shape) * ITEM_BYTES.get(anchor.dtype, 4) for shape in anchor.input_shapes())
     runtime = isinstance(anchor, Matmul) and not anchor.constant_b
     states = sum(rest[2:]) if isinstance(anchor, Recurrent) else 0
     operands = sum(math.prod(o.shape) * ITEM_BYTES.get(o.dtype, 4) for o in workload.epilogue.operands if o.constant)
     constants = operands + (0 if runtime else sum(rest) - states)
-    return Cost(anchor.flop(), workload.bytes_moved() - constants, constants)
+    return Cost(kernel.flop(workload, candidate), workload.bytes_moved() - constants, constants)
 
 
 def _options(workload: Workload, plan: Plan, chosen: Candidate) -> tuple[Option, ...]:
     """The default, what was chosen, and what was measured here."""
-    prior, default = AnalyticPrior(plan.machine), kernel.candidates(workload, plan.machine)[0]
+    prior, default = AnalyticPrior(plan.machine), plan.chooser.candidates(workload)[0]
     base = prior.seconds(workload, default)
     verdicts: dict[Candidate, Verdict | None] = {default: None, chosen: None}
     chooser = plan.chooser
     if chooser.log is not None and chooser.host is not None:
-        here = Conditions(chooser.host, plan.machine.threads, chooser.toolchain, kernel.digest(workload, plan.machine))
+        here = Conditions(chooser.host, plan.machine.threads, chooser.toolchain, chooser.digest(workload))
         verdicts |= {r.candidate: r.verdict for r in chooser.log.history(workload, here) if r.verdict and r.kind != "site"}
     predicted = {candidate: prior.seconds(workload, candidate) for candidate in verdicts}
     return tuple(Option(c, predicted[c], predicted[c] / base, verdict) for c, verdict in verdicts.items())
 
 
-def _why(source: str, match: Match | None) -> str:
+def _why(choice: Choice, match: Match | None) -> str:
+    source = choice.source
+    if source == "predicted" and choice.candidate.algorithm:
+        return "predicted from the multiplications that it saves, not measured here yet"
     if source == "measured" and match and match.record.verdict:
         verdict = match.record.verdict
         if match.candidate:

@@ -22,11 +22,12 @@ ERROR = "tvmfuse.error"  # the booster's attribute that holds `Learned.error`
 
 
 def predictor(log: Log, machine: Machine) -> Learned | None:
-    """Trained on the log's records of this instruction set; None when they are too few."""
+    """Trained on the log's exact records of this instruction set; None when they are too few."""
     path = _path(log, machine)
     if path is not None and (kept := _read(path, machine)) is not None:
         return kept
-    alike = (record for record in log.records() if isa_among(record.conditions.host.features) == machine.isa)
+    exact = (record for record in log.records() if record.candidate.numerics == "exact")
+    alike = (record for record in exact if isa_among(record.conditions.host.features) == machine.isa)
     learned = cost_model.learn_with_error(cost_model.examples(alike, machine), machine)
     if learned is not None and path is not None:
         _keep(learned, path)

@@ -25,7 +25,7 @@ from .errors import UsageError
 from .measure.device import LocalDevice
 from .measure.host import host, isa_among, toolchain
 from .session import Session
-from .values import Candidate, Machine, Outcome, Site, Verdict, Workload
+from .values import Candidate, Machine, Numerics, Outcome, Site, Verdict, Workload
 
 Progress = Callable[[float, str], None]
 EXPECTED_GAIN = 0.05  # of a site's time, before anything is known about it; only ratios between sites matter
@@ -84,16 +84,18 @@ def tune(
     budget: str | float = "10m",
     logs: str | os.PathLike[str] | None = None,
     progress: Progress = lambda done, doing: None,
+    numerics: Numerics = "exact",
 ) -> Summary:
     """Measure every site's candidates within a time budget, the ones with the most expected gain first.
 
     budget    seconds, or a text such as "90s", "10m", "2h". What was begun when it ends is kept; the next run goes on there.
     logs      folder of the log that is read and written; None for the user's own, beside the shipped one.
     progress  called with the fraction of the budget that is spent and what is being done.
+    numerics  as for `build`. Where a site has relaxed candidates, what is decided with "relaxed" holds for such builds alone.
     Raises    UsageError for a budget that makes no sense, DeviceError when this machine can't measure.
     """
     began = time.monotonic()
-    job = _job(model, shapes, threads, budget, logs)
+    job = _job(model, shapes, threads, budget, logs, numerics)
     plan, prepared = job.plan, job.prepared
     job.log.check_writable(host())
 
@@ -104,14 +106,14 @@ def tune(
         def tune_one(demand: search.Demand, share: float) -> search.SiteResult:
             done = min(1.0, (time.monotonic() - began) / job.budget_s)
             progress(done, f"{_so_far(decided, len(job.demands))}; {demand.workload.anchor}")
-            candidates, conditions = kernel.candidates(demand.workload, plan.machine), _conditions(demand.workload, plan)
+            candidates, conditions = plan.chooser.candidates(demand.workload), _conditions(demand.workload, plan)
             result = search.tune_site(demand.workload, candidates, device, job.log, conditions, budget_s=share, rank=job.rank)
             decided[demand.workload] = result
             return result
 
         results, left = search.spend(job.demands, job.sites_s - (time.monotonic() - began), tune_one)
     gate, reverted = _gate(prepared, plan, job.log, results, progress, began + job.budget_s)
-    now = plan_for(None, threads, "measured", logs).chooser
+    now = plan_for(None, threads, "measured", logs, numerics).chooser
     return Summary(
         sites=tuple(described(site, now) for site in prepared.sites),
         matched=job.matched,
@@ -134,9 +136,10 @@ def dry_run(
     threads: int | None = None,
     budget: str | float = "10m",
     logs: str | os.PathLike[str] | None = None,
+    numerics: Numerics = "exact",
 ) -> search.Plan:
     """What `tune` with these arguments would do: sites in order with their seconds, and those that it wouldn't reach. Measures nothing."""
-    job = _job(model, shapes, threads, budget, logs)
+    job = _job(model, shapes, threads, budget, logs, numerics)
     return search.plan(job.demands, job.sites_s)
 
 
@@ -155,24 +158,29 @@ class _Job:
 
 
 def _job(
-    model: Any, shapes: Mapping[str, Any] | None, threads: int | None, budget: str | float, logs: str | os.PathLike[str] | None
+    model: Any,
+    shapes: Mapping[str, Any] | None,
+    threads: int | None,
+    budget: str | float,
+    logs: str | os.PathLike[str] | None,
+    numerics: Numerics,
 ) -> _Job:
     budget_s = parse_budget(budget)
-    plan, prepared = plan_for(None, threads, "measured", logs), prepare(model, shapes)
+    plan, prepared = plan_for(None, threads, "measured", logs, numerics), prepare(model, shapes)
     log = plan.chooser.log
     assert log is not None
     counts = Counter(site.workload for site in prepared.sites)
     sites_s = budget_s - min(GATE_SHARE * budget_s + GATE_SITE_S * len(counts), MOST_GATE_SHARE * budget_s)
     if sites_s < search.LEAST_SHARE_S:
         raise UsageError(f"a budget of {budget_s:g} s reaches no site; give at least {math.ceil(least_budget_s(len(counts)))} s")
-    ranker = _ranker(log, plan.machine)
+    ranker = _ranker(log, plan.machine) if numerics == "exact" else AnalyticPrior(plan.machine)
     demands = []
     for workload, count in counts.items():
-        candidates, history = kernel.candidates(workload, plan.machine), log.history(workload, _conditions(workload, plan))
+        candidates, history = plan.chooser.candidates(workload), log.history(workload, _conditions(workload, plan))
         if len(candidates) > 1 and not is_finished(history):
             noisy = sum(record.verdict is not None and record.verdict.outcome == "too noisy" for record in history)
             demands.append(search.Demand(workload, count, _expected_gain_s(workload, candidates, plan.machine, ranker) / (1 + noisy)))
-    matched = sum(len(kernel.candidates(w, plan.machine)) > 1 for w in counts) - len(demands)
+    matched = sum(len(plan.chooser.candidates(w)) > 1 for w in counts) - len(demands)
     return _Job(plan, prepared, log, budget_s, sites_s, demands, matched, ranker.rank)
 
 
@@ -183,7 +191,8 @@ def least_budget_s(workloads: int) -> float:
 
 
 def _ranker(log: Log, machine: Machine) -> AnalyticPrior | Learned:
-    comparable = (record for record in log.records() if isa_among(record.conditions.host.features) == machine.isa)
+    exact = (record for record in log.records() if record.candidate.numerics == "exact")
+    comparable = (record for record in exact if isa_among(record.conditions.host.features) == machine.isa)
     return learn(examples(comparable, machine), machine) or AnalyticPrior(machine)
 
 
@@ -211,7 +220,7 @@ def working_set(prepared: Prepared) -> int:
 
 def _conditions(workload: Workload, plan: Plan) -> Conditions:
     """What is measured of a workload now will hold for."""
-    return Conditions(host(), plan.machine.threads, toolchain(), kernel.digest(workload, plan.machine))
+    return Conditions(host(), plan.machine.threads, toolchain(), plan.chooser.digest(workload))
 
 
 def _outcome(result: search.SiteResult) -> str:
@@ -232,7 +241,8 @@ def _gate(
     Sites that were decided before count with what they were decided to be; only this run's go back. After `deadline`, by the monotonic
     clock, all of them do at once.
     """
-    before = Chooser("measured", plan.machine, log, host(), toolchain())
+    numerics = plan.chooser.numerics
+    before = Chooser("measured", plan.machine, log, host(), toolchain(), numerics=numerics)
     won = {result.workload: result.verdict for result in results if result.verdict}
     chosen = {site.workload: before(site.workload) for site in prepared.sites if before.choice(site.workload).source == "measured"}
     reverted: list[Workload] = []
@@ -241,8 +251,8 @@ def _gate(
     while won:
         progress(1.0, f"whole model, {len(won)} sites tuned")
         if not rivals:
-            rivals = {fuse: compile_model(prepared, plan, Chooser(fuse, plan.machine)) for fuse in ("always", "never")}
-        tuned = compile_model(prepared, plan, Chooser("always", plan.machine, tried=chosen))
+            rivals = {fuse: compile_model(prepared, plan, Chooser(fuse, plan.machine, numerics=numerics)) for fuse in ("always", "never")}
+        tuned = compile_model(prepared, plan, Chooser("always", plan.machine, tried=chosen, numerics=numerics))
         said = compare_whole(tuned, rivals, deadline - time.monotonic(), kernel.candidates(prepared.sites[0].workload, plan.machine)[0])
         if not is_slower(said):
             break

@@ -18,6 +18,10 @@ from typing import Any, Literal
 Placement = Literal["register", "tile", "separate"]
 PLACEMENTS: tuple[Placement, ...] = ("register", "tile", "separate")
 Source = Literal["measured", "predicted", "default", "forced"]
+Numerics = Literal["exact", "relaxed"]
+NUMERICS: tuple[Numerics, ...] = ("exact", "relaxed")
+# Algorithms whose bits are not the direct computation's: name -> m of F(m x m, 3 x 3). Their candidates are of the relaxed class.
+WINOGRAD = {"winograd4": 4, "winograd2": 2}
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 # The epilogue's closed vocabulary: op -> (number of value arguments, names of its numeric parameters).
@@ -194,6 +198,10 @@ class Conv2d:
 
     def flop(self) -> int:
         return 2 * self.n * self.oh * self.ow * self.co * self.kh * self.kw * (self.ci // self.groups)
+
+    def winograd_products(self, m: int) -> int:
+        """Pairs of a tile and one of its (m + 2)^2 points under F(m x m, 3 x 3); each takes ci * co multiply-adds."""
+        return self.n * -(-self.oh // m) * -(-self.ow // m) * (m + 2) ** 2
 
     def __str__(self) -> str:
         extras = "".join(
@@ -389,6 +397,16 @@ class Candidate:
     cut: int
     knobs: tuple[tuple[str, int | str], ...] = ()
 
+    @property
+    def algorithm(self) -> str | None:
+        """One of WINOGRAD; None for the direct computation."""
+        return dict(self.knobs).get("algorithm")  # type: ignore[return-value]
+
+    @property
+    def numerics(self) -> Numerics:
+        """Candidates of one workload and algorithm give equal bits; "exact" are those of the direct computation."""
+        return "relaxed" if self.algorithm else "exact"
+
     def __getitem__(self, knob: str) -> Any:
         return dict(self.knobs)[knob]
 
@@ -501,12 +519,14 @@ class Measurement:
     """One candidate's times in seconds, in the order they were taken; `error` is set when it failed instead.
 
     default_s  the default's, each taken next to the one in the same place of `times_s`; empty when there is none beside them.
+    relative_error  of a relaxed candidate on the device's seeded data: largest |difference| to float64 over the largest |result|.
     """
 
     candidate: Candidate
     times_s: tuple[float, ...] = ()
     error: str | None = None
     default_s: tuple[float, ...] = ()
+    relative_error: float | None = None
 
 
 Outcome = Literal["wins", "keeps default", "undecided", "too noisy", "failed"]
@@ -530,7 +550,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Site:
-    """What a person is told of one site. `placement` is None when nothing of the epilogue could be fused."""
+    """What a person is told of one site. `placement` is None when nothing of the epilogue could be fused.
+
+    algorithm       of the relaxed class, else None; relative_error: what was measured of it, None before that.
+    why_not_relaxed the reason for which a convolution has exact candidates only; None where nothing else was asked for.
+    """
 
     name: str
     anchor: str
@@ -543,3 +567,6 @@ class Site:
     workload: Workload
     ratio: float | None = None
     ci: tuple[float, float] | None = None
+    algorithm: str | None = None
+    relative_error: float | None = None
+    why_not_relaxed: str | None = None

@@ -167,9 +167,30 @@ def test_build_passes_its_options_on_and_writes_the_artifact(invoke: Invoke, ask
         "threads": 2,
         "fuse": "never",
         "logs": None,
+        "numerics": "exact",
     }
     assert "conv1" in done.out and "register 2/2" in done.out and "0.900 [0.880, 0.920]" in done.out
     assert "1 sites, 3 kernels" in done.err
+
+
+def test_numerics_is_passed_on_and_relaxed_sites_are_labelled(
+    invoke: Invoke, asked: dict, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = {"build": ["-o", tmp_path / "a"], "run": ["--random", "0"], "tune": [], "explain": []}
+    for command, options in commands.items():
+        assert invoke(command, model, "--numerics", "relaxed", *options).code == 0
+        assert asked["build" if command == "run" else command]["numerics"] == "relaxed"
+    assert "winograd" not in invoke("explain", model).out
+    measured = dataclasses.replace(SITE, algorithm="winograd4", relative_error=1.5e-6)
+    for site, label in (
+        (measured, "by winograd4 (error 1.5e-06)"),
+        (dataclasses.replace(measured, relative_error=None, source="predicted"), "by winograd4 (unmeasured)"),
+        (dataclasses.replace(SITE, why_not_relaxed="Winograd needs stride 1"), "Winograd needs stride 1"),
+    ):
+        report = SimpleNamespace(sites=[dataclasses.replace(EXPLAINED, site=site)], refusals=[])
+        monkeypatch.setitem(vars(tvmfuse), "explain", lambda *_, report=report, **__: report)
+        assert label in invoke("explain", model).out
+    assert json.loads(invoke("explain", model, "--json").out)["sites"][0]["why_not_relaxed"] == "Winograd needs stride 1"
 
 
 def test_json_is_all_that_stdout_gets(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:

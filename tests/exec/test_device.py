@@ -159,6 +159,35 @@ def test_failing_default_fails_all() -> None:
     assert errors == ["needs 40 registers, has 32", "the default failed: needs 40 registers, has 32"]
 
 
+def relaxed(name: str) -> Candidate:
+    return Candidate("register", 1, (("algorithm", "winograd4"), ("how", name)))
+
+
+def test_relaxed_candidates_are_compared_with_their_own_kind_and_their_error_is_measured() -> None:
+    candidates = [DEFAULT, how("serial"), relaxed("off by one ulp"), relaxed("vector"), how("off by one ulp")]
+    with device() as local:
+        errors = local.check(WORKLOAD, candidates)
+        measured = local.screen(WORKLOAD, candidates[:3])
+    assert errors[:3] == [None, None, None]
+    assert "wrong bits" in (errors[3] or "") and "wrong bits" in (errors[4] or "")
+    assert [m.relative_error for m in measured[:2]] == [None, None]
+    assert 1e-9 < (measured[2].relative_error or 0) < 1e-6
+
+
+def test_relaxed_candidate_that_is_far_off_is_refused_and_the_next_one_leads() -> None:
+    with device() as local:
+        errors = local.check(WORKLOAD, [DEFAULT, relaxed("half"), relaxed("vector")])
+        assert "wrong results: off by" in (errors[1] or "") and (errors[0], errors[2]) == (None, None)
+        assert local.check(WORKLOAD, [DEFAULT, relaxed("serial")]) == [None, None]
+
+
+def test_default_may_be_relaxed() -> None:
+    with device() as local:
+        assert local.check(WORKLOAD, [relaxed("vector"), how("serial"), how("off by one ulp")])[:2] == [None, None]
+        errors = local.check(WORKLOAD, [relaxed("half"), how("serial")])
+    assert all("wrong results" in (error or "") for error in errors)
+
+
 def test_second_run_on_one_machine_is_refused() -> None:
     with device(), pytest.raises(DeviceError, match="another process is measuring"), device():
         pass

@@ -17,7 +17,7 @@ from tvmfuse.errors import UsageError
 from tvmfuse.explaining import REMEDIES, cost
 from tvmfuse.graph.hoist import Rule
 from tvmfuse.measure.host import host, toolchain
-from tvmfuse.values import Conv2d, Cost, Epilogue, Level, Matmul, Operand, Recurrent, Roofline, Step, Verdict, Workload
+from tvmfuse.values import Candidate, Conv2d, Cost, Epilogue, Level, Matmul, Operand, Recurrent, Roofline, Step, Verdict, Workload
 
 
 def model(*nodes: onnx.NodeProto, outputs: dict[str, list[int]]) -> onnx.ModelProto:
@@ -152,5 +152,11 @@ def test_forced_and_unmeasured_say_so() -> None:
     ],
 )
 def test_weights_are_constants_and_states_are_not(workload: Workload, constants: int) -> None:
-    found = cost(workload)
+    found = cost(workload, Candidate("register", 0))
     assert found == Cost(workload.anchor.flop(), workload.bytes_moved() - constants, constants)
+
+
+def test_bound_counts_what_the_algorithm_multiplies() -> None:
+    workload = Workload(Conv2d(1, 8, 8, 4, 5, 3, 3, padding=(1, 1, 1, 1)))
+    by_winograd = cost(workload, Candidate("register", 0, (("algorithm", "winograd4"),)))
+    assert by_winograd.flop == 2 * 4 * 36 * 4 * 5 < workload.anchor.flop() / 2

@@ -72,6 +72,34 @@ def test_default_that_was_measured_to_stay_is_a_match_without_candidate(tmp_path
     assert match.kind == "use" and match.candidate is None
 
 
+RELAXED = Candidate("register", 2, (("algorithm", "winograd4"), ("mr", 6)))
+
+
+def test_relaxed_verdict_is_never_used_nor_hinted_at_where_exact_is_asked_for(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(RELAXED, ratio=0.4), HERE), Record.of(WORKLOAD, verdict(TILE, ratio=0.9), HERE))
+    assert best(log).candidate == TILE
+    relaxed = log.best(WORKLOAD, HOST, 1, TOOLCHAIN, "d1", "relaxed")
+    assert relaxed is not None and relaxed.candidate == RELAXED
+    alone = Log([tmp_path / "alone"])
+    alone.append(Record.of(WORKLOAD, verdict(RELAXED, ratio=0.4), HERE))
+    assert best(alone) is None and best(alone, digest="d2") is None
+
+
+def test_relative_error_is_kept_with_the_measurement_and_found_by_algorithm(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    assert log.relative_error(WORKLOAD, "winograd4") is None
+    log.append(Record.of(WORKLOAD, Measurement(RELAXED, (1e-6,), relative_error=2e-6), HERE), Record.of(WORKLOAD, verdict(RELAXED), HERE))
+    log.compact()
+    assert Log([tmp_path]).relative_error(WORKLOAD, "winograd4") == 2e-6
+    assert Log([tmp_path]).relative_error(WORKLOAD, "winograd2") is None
+
+
+def test_lines_of_exact_candidates_have_no_relative_error(tmp_path: Path) -> None:
+    Log([tmp_path]).append(Record.of(WORKLOAD, Measurement(TILE, (1e-6,)), HERE))
+    assert b"relative_error" not in (tmp_path / f"{HOST.key}.jsonl").read_bytes()
+
+
 def test_too_noisy_is_no_match(tmp_path: Path) -> None:
     log = Log([tmp_path])
     log.append(Record.of(WORKLOAD, verdict(outcome="too noisy"), HERE))

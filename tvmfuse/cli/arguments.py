@@ -27,6 +27,9 @@ Shapes = Annotated[
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of one call; by default one per core.")]
 Logs = Annotated[Path | None, typer.Option(file_okay=False, help="Folder of tuning records; by default the shipped ones and your own.")]
 Fuse = Annotated[Literal["measured", "always", "never"], typer.Option(help="Where epilogues are computed.")]
+Numerics = Annotated[
+    Literal["exact", "relaxed"], typer.Option(help="relaxed: 3x3 convolutions may take Winograd's algorithm, whose bits are its own.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

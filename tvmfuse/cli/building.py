@@ -14,7 +14,7 @@ import typer
 import tvmfuse
 
 from ..errors import UsageError
-from .arguments import AsJson, Fuse, Logs, Model, Shapes, Threads, holds_artifact, parse_shapes, parse_target
+from .arguments import AsJson, Fuse, Logs, Model, Numerics, Shapes, Threads, holds_artifact, parse_shapes, parse_target
 from .output import check_output, print_table, say, show, written
 
 
@@ -26,11 +26,14 @@ def build(
     threads: Threads = None,
     target: Annotated[str | None, typer.Option(help="TVM target as JSON, to compile for another CPU; by default this one.")] = None,
     logs: Logs = None,
+    numerics: Numerics = "exact",
     as_json: AsJson = False,
 ) -> None:
     """Compile a model into an artifact."""
     check_output(output, model)
-    session = tvmfuse.build(model, shapes=parse_shapes(shape), target=parse_target(target), threads=threads, fuse=fuse, logs=logs)
+    session = tvmfuse.build(
+        model, shapes=parse_shapes(shape), target=parse_target(target), threads=threads, fuse=fuse, logs=logs, numerics=numerics
+    )
     session.save(output)
     show(session.sites, as_json, artifact=str(output), kernels=session.kernel_count)
     say(f"{output}: {len(session.sites)} sites, {session.kernel_count} kernels")
@@ -44,17 +47,18 @@ def run(
     shape: Shapes = None,
     fuse: Fuse = "measured",
     threads: Threads = None,
+    numerics: Numerics = "exact",
     as_json: AsJson = False,
 ) -> None:
     """Compute a model's outputs."""
     if model.suffix == ".tvmfuse" or holds_artifact(model):
-        if shape or threads or fuse != "measured":
-            raise UsageError("--shape, --fuse and --threads were settled when the artifact was built")
+        if shape or threads or fuse != "measured" or numerics != "exact":
+            raise UsageError("--shape, --fuse, --threads and --numerics were settled when the artifact was built")
         session = tvmfuse.load(model)
         made = session.manifest
         say(f"{model}: made by tvmfuse {made.toolchain.get('tvmfuse', '?')} for {made.target}; its code runs with your rights")
     else:
-        session = tvmfuse.build(model, shapes=parse_shapes(shape), threads=threads, fuse=fuse)
+        session = tvmfuse.build(model, shapes=parse_shapes(shape), threads=threads, fuse=fuse, numerics=numerics)
     feeds = read_inputs(inputs or ())
     if random is not None:
         rng = np.random.default_rng(random)

@@ -12,8 +12,8 @@ import tvmfuse
 
 from ..errors import UsageError
 from ..values import Roofline
-from .arguments import AsJson, Logs, Model, Shapes, Threads, parse_shapes
-from .output import describe, placed, print_fields, print_table, say, stdout
+from .arguments import AsJson, Logs, Model, Numerics, Shapes, Threads, parse_shapes
+from .output import anchor, describe, placed, print_fields, print_table, say, stdout
 
 if TYPE_CHECKING:
     from ..explaining import Explained, Option
@@ -29,13 +29,14 @@ def explain(
     shape: Shapes = None,
     threads: Threads = None,
     logs: Logs = None,
+    numerics: Numerics = "exact",
     as_json: AsJson = False,
 ) -> None:
     """Say what is fused where, and why or why not."""
     if before_after and site is None:
         raise UsageError("--before-after takes one SITE")
     limits = measure_limits if bound else None
-    report = tvmfuse.explain(model, shapes=parse_shapes(shape), threads=threads, logs=logs, roofline=limits)
+    report = tvmfuse.explain(model, shapes=parse_shapes(shape), threads=threads, logs=logs, roofline=limits, numerics=numerics)
     sites = report.sites if site is None else [report.site(site)]
     excerpts = report.before_after(site) if before_after and site else None
     if as_json:
@@ -64,7 +65,7 @@ def cells(e: Explained) -> dict[str, str]:
     interval = f" [{site.ci[0]:.3f}, {site.ci[1]:.3f}]" if site.ci else ""
     return {
         "site": site.name,
-        "anchor": site.anchor,
+        "anchor": anchor(site),
         "epilogue": " ".join(site.epilogue),
         "across": " ".join(site.crossed),
         "placement": placed(site),
@@ -76,6 +77,7 @@ def cells(e: Explained) -> dict[str, str]:
         "why": e.why,
         "hint": e.hint or "",
         "ends before": site.reason or "",
+        "exact because": site.why_not_relaxed or "",
     }
 
 

@@ -80,14 +80,22 @@ def cells(site: Site) -> dict[str, str]:
     interval = f" [{site.ci[0]:.3f}, {site.ci[1]:.3f}]" if site.ci else ""
     return {
         "site": site.name,
-        "anchor": site.anchor,
+        "anchor": anchor(site),
         "epilogue": " ".join(site.epilogue),
         "across": " ".join(site.crossed),
         "placement": placed(site),
         "ratio [interval]": f"{site.ratio:.3f}{interval}" if site.ratio is not None else "",
         "source": site.source,
         "reason": site.reason or "",
+        "exact because": site.why_not_relaxed or "",
     }
+
+
+def anchor(site: Site) -> str:
+    """What is computed, with the algorithm of the relaxed class and what was measured of its error."""
+    if site.algorithm is None:
+        return site.anchor
+    return f"{site.anchor} by {site.algorithm} ({'unmeasured' if site.relative_error is None else f'error {site.relative_error:.1e}'})"
 
 
 def show(sites: Sequence[Site], as_json: bool, **facts: object) -> None:

@@ -16,7 +16,7 @@ from .. import demo as networks
 from ..decide.search import Plan
 from ..errors import TooNoisy
 from ..values import Site
-from .arguments import AsJson, Logs, Model, Shapes, Threads, parse_shapes
+from .arguments import AsJson, Logs, Model, Numerics, Shapes, Threads, parse_shapes
 from .output import cells, describe, print_table, progress, say, show, stdout
 
 
@@ -26,6 +26,7 @@ def tune(
     threads: Threads = None,
     budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 10m or 2h.")] = "10m",
     logs: Logs = None,
+    numerics: Numerics = "exact",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which sites would be measured, in which order.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -34,11 +35,11 @@ def tune(
     if dry_run:
         from .. import tuning  # brings in TVM, which --help doesn't wait for
 
-        show_plan(tuning.dry_run(model, shapes=shapes, threads=threads, budget=budget, logs=logs), as_json)
+        show_plan(tuning.dry_run(model, shapes=shapes, threads=threads, budget=budget, logs=logs, numerics=numerics), as_json)
         return
     try:
         with progress(model.name) as report:
-            summary = tvmfuse.tune(model, shapes=shapes, threads=threads, budget=budget, logs=logs, progress=report)
+            summary = tvmfuse.tune(model, shapes=shapes, threads=threads, budget=budget, logs=logs, progress=report, numerics=numerics)
     except KeyboardInterrupt:
         say("interrupted; what was measured is in the log")
         raise typer.Exit(130) from None

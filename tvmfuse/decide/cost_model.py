@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..values import PLACEMENTS, Candidate, Conv2d, Conv2dTranspose, Machine, Matmul, Workload
+from ..values import PLACEMENTS, WINOGRAD, Candidate, Conv2d, Conv2dTranspose, Machine, Matmul, Workload
 from .log import Conditions, Record
 
 CORE_HZ = 3e9  # an ordinary core; only ratios matter
@@ -25,6 +25,7 @@ FMA_PORTS = 2
 BYTES_PER_S = (200e9, 116e9, 95e9, 27e9)  # read from L1, L2, L3, memory by one Zen 4 core
 LAUNCH_S = 0.1e-6  # one more packed call
 SPILL = 1.2  # one spilled accumulator costs 20 % of a register tile's speed
+TRANSFORM_OPS = 8  # vector instructions for one element of a Winograd transform: loads and stores, mostly
 MIN_MEASURED, MIN_RANKED_SITES = 50, 5  # fewer candidates, or of fewer workloads, say less than the prior
 MIN_SITES = 20  # fewer workloads than this say nothing about another one
 FOLDS = 4
@@ -83,6 +84,7 @@ def _candidate_features(workload: Workload, candidate: Candidate, machine: Machi
     rows, columns = _tile(knobs)
     vectors = -(-columns // lanes)
     of_rows, of_columns = _extents(workload)
+    products, transforms = _work(workload, candidate)
     return {
         "cut": candidate.cut,
         "cost_in_loop": sum(costs[: candidate.cut]),
@@ -96,8 +98,19 @@ def _candidate_features(workload: Workload, candidate: Candidate, machine: Machi
         "unroll": _number(knobs.get("ku", 1)),
         "split": _number(knobs.get("threads", 1)),
         "inline": float(knobs.get("pad") == "inline"),
+        "products": products,
+        "transforms": transforms,
         **{f"placement_{p}": float(candidate.placement == p) for p in PLACEMENTS},
     }
+
+
+def _work(workload: Workload, candidate: Candidate) -> tuple[float, float]:
+    """(products as the share of the direct computation's, elements that Winograd transforms for each output element)."""
+    anchor, algorithm = workload.anchor, candidate.algorithm
+    if algorithm is None or not isinstance(anchor, Conv2d):
+        return 1.0, 0.0
+    pairs = anchor.winograd_products(WINOGRAD[algorithm])
+    return 2 * pairs * anchor.ci * anchor.co / anchor.flop(), pairs * (anchor.ci + anchor.co) / math.prod(anchor.output_shape())
 
 
 def _rows_of(workload: Workload, candidates: Sequence[Candidate], machine: Machine) -> list[list[float]]:
@@ -139,7 +152,8 @@ class AnalyticPrior:
         elements, split = math.prod(workload.anchor.output_shape()), max(1.0, f["split"])
         per_s = FMA_PORTS * f["lanes"] * CORE_HZ * split
         spilled = SPILL if f["registers"] > 1 else 1.0
-        compute = workload.anchor.flop() / 2 * f["waste"] * f["starved"] * spilled / per_s
+        compute = workload.anchor.flop() / 2 * f["products"] * f["waste"] * f["starved"] * spilled / per_s
+        compute += TRANSFORM_OPS * f["transforms"] * elements / per_s
         epilogue = (f["cost_in_loop"] + f["cost_apart"]) * elements / per_s
         stored = 4 * elements
         traffic, launches = 0.0, 1

@@ -31,7 +31,7 @@ import filelock
 import platformdirs
 
 from ..errors import UsageError
-from ..values import Candidate, Host, Measurement, Outcome, Verdict, Workload
+from ..values import Candidate, Host, Measurement, Numerics, Outcome, Verdict, Workload
 
 SCHEMA = 1
 MAX_LINE_BYTES = 1 << 20
@@ -58,6 +58,7 @@ class Record:
     """One line of the log.
 
     times_s    of a screening or a measurement, in the order taken; default_s: the default's beside them, see `Measurement`.
+    relative_error  of a screening of a relaxed candidate.
     verdict    with ci and aa_noise, of a verdict or a model gate; error of a failure.
     Screenings are quick samples, measurements pairs in fresh processes. A "model_gate" record is a verdict on a site's choice that the
     whole-model comparison overruled; a "site" record, with the control as the verdict on the default itself, says that the site was
@@ -72,13 +73,17 @@ class Record:
     error: str | None = None
     verdict: Verdict | None = None
     default_s: tuple[float, ...] = ()
+    relative_error: float | None = None
 
     @staticmethod
     def of(workload: Workload, found: Measurement | Verdict, conditions: Conditions, kind: Kind | None = None) -> Record:
         if isinstance(found, Verdict):
             error = found.why if found.outcome == "failed" else None
             return Record(kind or "verdict", workload, found.candidate, conditions, error=error, verdict=found)
-        return Record(kind or "measurement", workload, found.candidate, conditions, found.times_s, found.error, default_s=found.default_s)
+        return Record(
+            kind or "measurement", workload, found.candidate, conditions, found.times_s, found.error,
+            default_s=found.default_s, relative_error=found.relative_error,
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         own = {"aa_noise": None, "ci": None, "verdict": None, "times_s": [], "error": None, **self.own_json()}
@@ -97,6 +102,8 @@ class Record:
             own["default_s"] = list(self.default_s)
         if self.error is not None:
             own["error"] = self.error
+        if self.relative_error is not None:
+            own["relative_error"] = self.relative_error
         if verdict:
             said = {"outcome": verdict.outcome, "ratio": verdict.ratio, "pairs": verdict.pairs, "why": verdict.why}
             own |= {"aa_noise": verdict.aa_noise, "ci": list(verdict.ci), "verdict": said}
@@ -188,23 +195,37 @@ class Log:
         """Whether there is a decision on a workload, under whatever conditions."""
         return bool(self._of(workload.hash(), decisions_only=True))
 
-    def best(self, workload: Workload, host: Host, threads: int, toolchain: Mapping[str, str], kernel_digest: str) -> Match | None:
+    def best(
+        self,
+        workload: Workload,
+        host: Host,
+        threads: int,
+        toolchain: Mapping[str, str],
+        kernel_digest: str,
+        numerics: Numerics = "exact",
+    ) -> Match | None:
         """The decision recorded for a workload, or None.
 
         Used     same host key, threads, TVM, LLVM and kernel digest.
         Hint     the record's ISA features are a subset of this host's, but host, compiler or digest differ.
-        Never    other threads, or a feature that this host lacks.
+        Never    other threads, a feature that this host lacks, or a relaxed candidate where exact ones are asked for.
         """
         groups: dict[tuple[tuple[bool, bool, bool], str], list[Record]] = defaultdict(list)
         for record in self._of(workload.hash(), decisions_only=True):
             there = record.conditions
-            if there.threads == threads and set(there.host.features) <= set(host.features):
+            allowed = numerics == "relaxed" or record.candidate.numerics == "exact"
+            if allowed and there.threads == threads and set(there.host.features) <= set(host.features):
                 same = there.host.key == host.key, _compiler(there.toolchain) == _compiler(toolchain), there.kernel_digest == kernel_digest
                 groups[same, there.host.key].append(record)
         for same, key in sorted(groups, reverse=True):
             if deciding := _deciding(groups[same, key]):
                 return Match("use" if all(same) else "hint", deciding.candidate if _won(deciding) else None, deciding)
         return None
+
+    def relative_error(self, workload: Workload, algorithm: str) -> float | None:
+        """The newest that was measured of an algorithm's candidates; their bits are equal, on every host."""
+        found = (r.relative_error for r in reversed(self._of(workload.hash())) if r.candidate.algorithm == algorithm)
+        return next((error for error in found if error is not None), None)
 
     def history(self, workload: Workload, conditions: Conditions) -> list[Record]:
         """What was found out about a workload under these conditions, oldest first."""
@@ -371,7 +392,8 @@ def _median_of(measurements: Sequence[Record]) -> Record:
     beside = [record for record in measurements if record.default_s]
     ratios = [t / d for record in beside for t, d in zip(record.times_s, record.default_s, strict=True)]
     default_s = rounded(seconds / median(ratios)) if ratios else ()
-    return replace(measurements[-1], kind="measurement", times_s=rounded(seconds), default_s=default_s)
+    off = next((record.relative_error for record in measurements if record.relative_error is not None), None)
+    return replace(measurements[-1], kind="measurement", times_s=rounded(seconds), default_s=default_s, relative_error=off)
 
 
 def _canonical(data: Mapping[str, Any]) -> bytes:
@@ -467,7 +489,8 @@ def _record_of(data: Mapping[str, Any], workload: Workload, conditions: Conditio
     times_s, default_s = (tuple(map(float, data.get(name) or ())) for name in ("times_s", "default_s"))
     if default_s and len(default_s) != len(times_s):
         raise ValueError(f"{len(times_s)} times beside {len(default_s)} of the default")
-    return Record(kind, workload, candidate, conditions, times_s, data.get("error"), verdict, default_s)
+    off = None if data.get("relative_error") is None else float(data["relative_error"])
+    return Record(kind, workload, candidate, conditions, times_s, data.get("error"), verdict, default_s, off)
 
 
 def _compiler(toolchain: Mapping[str, str]) -> tuple[str | None, str | None]:

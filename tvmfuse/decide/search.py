@@ -53,7 +53,7 @@ class Measurer(Protocol):
     """A device that builds and times candidates. candidates[0] is always the default."""
 
     def check(self, workload: Workload, candidates: Sequence[Candidate]) -> list[str | None]:
-        """For each candidate why it can't be used, or None: it doesn't build, it crashes, its bits are not the default's."""
+        """For each candidate why it can't be used, or None: it doesn't build, it crashes, its bits are not those of its algorithm."""
 
     def screen(self, workload: Workload, candidates: Sequence[Candidate]) -> list[Measurement]:
         """One quick sample of each checked candidate; a failure is a Measurement with an error."""
@@ -270,7 +270,7 @@ class _Tuning:
         self.screened[candidate] = min(ratio, self.screened.get(candidate, math.inf))
 
     def checked(self, wanted: Sequence[Candidate]) -> list[Candidate]:
-        """Those of `wanted`, without the default, that build, run and have the default's bits."""
+        """Those of `wanted`, without the default, that build, run and have the right bits."""
         asked = [c for c in dict.fromkeys(wanted) if c != self.default and c not in self.failed]
         todo = [c for c in (self.default, *asked) if c not in self.usable]
         if todo:

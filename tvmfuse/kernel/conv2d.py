@@ -31,14 +31,11 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
     assert isinstance(anchor, Conv2d)
     lanes = machine.isa.lanes(anchor.dtype)
     per_group = anchor.co // anchor.groups
-    reduction = anchor.kh * anchor.kw * (anchor.ci // anchor.groups)
     split = threads_for(machine, compute_seconds(workload, machine))
     found = []
     for vectors in range(1, min(8, -(-per_group // lanes)) + 1):
         for th, tw in _blocks(anchor, vectors, machine):
-            # the last panel, row of tiles and column of tiles may be smaller; each counts with its own cost
-            cycles = tile_cycles((anchor.oh, th), (anchor.ow, tw), (-(-per_group // lanes), vectors), reduction)
-            found.append((cycles, th, tw, vectors))
+            found.append((_tile_cycles(anchor, th, tw, vectors, lanes), th, tw, vectors))
     modes = _padding_modes(anchor)
     unroll = anchor.ci // anchor.groups if anchor.ci // anchor.groups <= 4 else 2
     return [
@@ -47,6 +44,21 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
         for mode in modes
         if mode != "inline" or (th == 1 and _few_borders(anchor, tw))
     ]
+
+
+def _tile_cycles(anchor: Conv2d, th: int, tw: int, vectors: int, lanes: int) -> float:
+    """Of one image and group. The last panel, row of tiles and column of tiles may be smaller; each counts with its own cost."""
+    per_group, reduction = -(-anchor.co // anchor.groups // lanes), anchor.kh * anchor.kw * (anchor.ci // anchor.groups)
+    return tile_cycles((anchor.oh, th), (anchor.ow, tw), (per_group, vectors), reduction)
+
+
+def cycles(workload: Workload, candidate: Candidate, machine: Machine) -> float:
+    """Of the whole convolution by the analytic prior, on the threads that the candidate uses."""
+    anchor = workload.anchor
+    assert isinstance(anchor, Conv2d)
+    lanes = machine.isa.lanes(anchor.dtype)
+    one = _tile_cycles(anchor, candidate["th"], candidate["tw"], candidate["nr"] // lanes, lanes)
+    return anchor.n * anchor.groups * one / candidate["threads"]
 
 
 def _blocks(anchor: Conv2d, vectors: int, machine: Machine) -> Iterator[tuple[int, int]]:

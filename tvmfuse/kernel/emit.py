@@ -208,6 +208,11 @@ def either(condition: Expr, yes: Callable[[], None], no: Callable[[], None]) -> 
             no()
 
 
+def when(condition: Expr, body: Callable[[], None]) -> None:
+    with T.If(condition), T.Then():
+        body()
+
+
 class RegisterTile:
     """rows x vectors accumulators that LLVM keeps in registers: every index into them is a constant.
 
@@ -218,14 +223,15 @@ class RegisterTile:
         self.rows, self.lanes, self.dtype, self.width = rows, lanes, dtype, width
         self.vectors = -(-width // lanes)
         self._registers = T.alloc_buffer((rows * self.vectors * lanes,), dtype, scope="local", align=64)
-        for slot in range(rows * self.vectors):
-            self._set(slot, constant(0.0, dtype, lanes))
+        for row in range(rows):
+            for vector in range(self.vectors):
+                self.set(row, vector, constant(0.0, dtype, lanes))
 
     def valid(self, vector: int) -> int:
         return min(self.lanes, self.width - vector * self.lanes)
 
-    def _set(self, slot: int, value: Expr) -> None:
-        start = slot * self.lanes
+    def set(self, row: int, vector: int, value: Expr) -> None:
+        start = (row * self.vectors + vector) * self.lanes
         T.buffer_store(self._registers, value, [tirx.Ramp(_int(start), _int(1), self.lanes) if self.lanes > 1 else start])
 
     def __getitem__(self, at: tuple[int, int]) -> Expr:
@@ -235,7 +241,7 @@ class RegisterTile:
 
     def accumulate(self, row: int, vector: int, a: Expr, b: Expr) -> None:
         """accumulator += a * b, rounded once."""
-        self._set(row * self.vectors + vector, rounding.fma(a, b, self[row, vector]))
+        self.set(row, vector, rounding.fma(a, b, self[row, vector]))
 
 
 def each_vector(count: int, lanes: int, body: Callable[[Index, int], None]) -> None:

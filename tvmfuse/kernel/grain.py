@@ -20,9 +20,9 @@ def threads_for(machine: Machine, seconds: float) -> int:
     return machine.threads if seconds > SPLIT_PAYS_S else 1
 
 
-def compute_seconds(workload: Workload, machine: Machine) -> float:
-    """An anchor bound by its multiply-adds."""
-    return workload.anchor.flop() / (2 * FMA_PORTS * machine.isa.lanes(workload.anchor.dtype) * CORE_HZ)
+def compute_seconds(workload: Workload, machine: Machine, flop: int | None = None) -> float:
+    """An anchor bound by its multiply-adds; flop: of an algorithm that has others than the anchor."""
+    return (flop or workload.anchor.flop()) / (2 * FMA_PORTS * machine.isa.lanes(workload.anchor.dtype) * CORE_HZ)
 
 
 def stream_seconds(workload: Workload) -> float:

@@ -12,7 +12,7 @@ from tvm.relax import Expr
 from ..graph.rewrite import Rewriter, array_of, constant, is_static, op_name, shape_of, substitute
 from ..graph.sites import FoundSite
 from ..values import Candidate, Machine, Workload
-from . import FAMILIES
+from . import build_kernel
 from .emit import redeclared
 from .family import Kernel, Launch
 
@@ -92,7 +92,7 @@ class _Lowering(Rewriter):
     def _kernel(self, workload: Workload) -> Kernel:
         key = workload, self._choose(workload)
         if key not in self._kernels:
-            self._kernels[key] = FAMILIES[workload.family].kernel(*key, self._machine)
+            self._kernels[key] = build_kernel(*key, self._machine)
         return self._kernels[key]
 
     def _function(self, workload: Workload, launch: Launch, number: int, shapes: Sequence[tuple[int, ...]]) -> tvm.ir.GlobalVar:

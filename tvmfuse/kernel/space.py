@@ -83,7 +83,8 @@ def assemble(
 ) -> Kernel:
     """The anchor with the first part of the epilogue, then the rest of it as an elementwise pass.
 
-    compute   (epilogue, its operand buffers, output dtype) -> the anchor's launch, its arguments still to be bound.
+    compute   (epilogue, its operand buffers, output dtype) -> the anchor's launch, its arguments still to be bound; without flop those of
+              the anchor hold.
     prepare   (launch, result, input): a first launch that turns anchor input `input` into `result`, which then stands in its place.
     """
     anchor, epilogue = workload.anchor, workload.epilogue
@@ -106,7 +107,7 @@ def assemble(
     shape = anchor.output_shape()
     launch = compute(head, tuple(operands[i] for i in head_order), dtype)
     arguments = (*anchor_args, *(first_operand + i for i in head_order), len(buffers))
-    launches.append(Launch(launch.func, arguments, flop=anchor.flop()))
+    launches.append(Launch(launch.func, arguments, flop=launch.flop or anchor.flop()))
     buffers.append(Buffer(shape, dtype))
     if tail.steps:
         second = Workload(Elementwise(shape, dtype), tail)

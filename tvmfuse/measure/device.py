@@ -10,6 +10,7 @@ A device is whatever has these three methods; one over RPC would differ in where
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -29,9 +30,10 @@ import numpy as np
 import tvm
 from tvm.target import Target
 
+from .. import kernel as kernels_of
 from ..errors import DeviceError, ScheduleRefused
 from ..kernel.family import Kernel
-from ..values import Candidate, Conv2d, Conv2dTranspose, Elementwise, Machine, Matmul, Measurement, Workload
+from ..values import Candidate, Conv2d, Conv2dTranspose, Elementwise, Epilogue, Machine, Matmul, Measurement, Workload
 from . import clock
 from .worker import draw
 
@@ -39,6 +41,8 @@ SEED = 20
 COMPILE_TIMEOUT_S = 300.0
 # Processes that start, which takes a second of CPU each, while the compiler has only one core: one to screen, three for a first look.
 SPARES = 4
+# Of a relaxed candidate, relative to the largest result: on normal data F(4x4) is off by some 1e-6, a wrong kernel by 1e-2 and more.
+MAX_RELATIVE_ERROR = 1e-4
 DEATH_TIMEOUT_S = 5.0
 BuildKernel = Callable[[Workload, Candidate, Machine], Kernel]
 
@@ -56,6 +60,18 @@ def constant_inputs(workload: Workload) -> tuple[bool, ...]:
         case _:
             own = (False, True, True, *[False] * (len(anchor.input_shapes()) - 3))
     return (*own, *(operand.constant for operand in workload.epilogue.operands))
+
+
+def in_float64(workload: Workload) -> Workload:
+    """The same computation with float64 wherever it has float32."""
+
+    def wide(dtype: str) -> str:
+        return "float64" if dtype == "float32" else dtype
+
+    epilogue = workload.epilogue
+    steps = tuple(dataclasses.replace(step, dtype=wide(step.dtype)) for step in epilogue.steps)
+    operands = tuple(dataclasses.replace(operand, dtype=wide(operand.dtype)) for operand in epilogue.operands)
+    return Workload(dataclasses.replace(workload.anchor, dtype=wide(workload.anchor.dtype)), Epilogue(steps, operands))
 
 
 class Worker:
@@ -147,6 +163,10 @@ class LocalDevice:
         self._compiled: dict[Candidate, _Compiled] = {}
         self._compiler: Worker | None = None
         self._screener: Worker | None = None
+        self._referenced: set[str | None] = set()  # algorithms whose reference the screener holds
+        self._leaders: dict[str | None, Candidate] = {}  # algorithm -> the candidate that has its reference bits
+        self._relative_errors: dict[str | None, float] = {}
+        self._double: list[_Compiled] = []  # the workload in float64, once it was needed
         self._spares: list[Worker] = []
 
     def __enter__(self) -> LocalDevice:
@@ -165,7 +185,11 @@ class LocalDevice:
     # the three methods of a measurer
 
     def check(self, workload: Workload, candidates: Sequence[Candidate]) -> list[str | None]:
-        """For each candidate why it can't be used, or None. candidates[0] is the reference for the bits of the others."""
+        """For each candidate why it can't be used, or None. candidates[0], the default, has to be sound.
+
+        An exact candidate's bits have to be those of the first exact one, a relaxed candidate's those of the first of its algorithm,
+        whose results have to be within MAX_RELATIVE_ERROR of float64's.
+        """
         self._turn_to(workload)
         self._default = default = candidates[0]
         errors = self._compile([c for c in candidates if c not in self._compiled])
@@ -200,9 +224,10 @@ class LocalDevice:
         if workload == self._workload:
             return
         self._end_screening()
-        for library in {compiled.library for compiled in self._compiled.values()}:
+        for library in {compiled.library for compiled in (*self._compiled.values(), *self._double)}:
             library.unlink()
-        self._workload, self._compiled = workload, {}
+        self._workload, self._compiled, self._double = workload, {}, []
+        self._leaders, self._relative_errors = {}, {}
         self._streamed = clock.stream_bytes(workload, self._machine, self._working_set)
         self._is_constant = constant_inputs(workload)
 
@@ -229,10 +254,13 @@ class LocalDevice:
         return errors
 
     def _compile_together(self, kernels: dict[Candidate, Kernel]) -> None:
-        if not kernels:
-            return
+        if kernels:
+            compiled = self._link(list(kernels.values()))
+            self._compiled |= dict(zip(kernels, compiled, strict=True))
+
+    def _link(self, kernels: list[Kernel]) -> list[_Compiled]:
         activations = [i for i, constant in enumerate(self._is_constant) if not constant]
-        module = clock.timed_module(list(kernels.values()), activations, self._streamed, self._machine.threads)
+        module = clock.timed_module(kernels, activations, self._streamed, self._machine.threads)
         if self._compiler is None or not self._compiler.alive:
             self._compiler = Worker(threads=1)
         source, library = self._folder / "module.json", self._folder / f"{time.monotonic_ns()}.so"
@@ -241,7 +269,7 @@ class LocalDevice:
         self._compiler.ask("compile", COMPILE_TIMEOUT_S, module=str(source), library=str(library))
         for spare in self._spares:
             spare.ask("ready", COMPILE_TIMEOUT_S)
-        self._compiled |= {candidate: _Compiled(kernel, library, i) for i, (candidate, kernel) in enumerate(kernels.items())}
+        return [_Compiled(kernel, library, i) for i, kernel in enumerate(kernels)]
 
     def _start(self) -> Worker:
         """A process that nothing has run in."""
@@ -250,12 +278,34 @@ class LocalDevice:
         return worker
 
     def _screening(self) -> Worker:
-        """The process that checks and screens, with the default in slot 0 as the reference."""
+        """The process that checks and screens."""
         if self._screener is None or not self._screener.alive:
-            self._screener = self._start()
-            self._load(self._screener, 0, self._default)
-            self._screener.ask("reference", self._timeout_s, slot=0)
+            self._screener, self._referenced = self._start(), set()
+            self._refer_to(self._screener, self._default)
         return self._screener
+
+    def _refer_to(self, worker: Worker, leader: Candidate) -> None:
+        """Have the leader's results in the process as the reference for its algorithm."""
+        if leader.algorithm not in self._referenced:
+            self._load(worker, 0, leader)
+            if leader.algorithm and leader.algorithm not in self._relative_errors:
+                self._measure_error(worker, leader)
+            worker.ask("reference", self._timeout_s, slot=0, algorithm=str(leader.algorithm))
+            self._referenced.add(leader.algorithm)
+            self._leaders[leader.algorithm] = leader
+
+    def _measure_error(self, worker: Worker, relaxed: Candidate) -> None:
+        """Of a relaxed candidate, which is in slot 0. Raises DeviceError when it is off by too much."""
+        assert self._workload is not None
+        if not self._double:
+            double = in_float64(self._workload)
+            self._double = self._link([kernels_of.build_kernel(double, kernels_of.candidates(double, self._machine)[0], self._machine)])
+        self._load_compiled(worker, 1, self._double[0])
+        worker.ask("take_precise", self._timeout_s, slot=1)
+        error = worker.ask("relative_error", self._timeout_s, slot=0)
+        if not error <= MAX_RELATIVE_ERROR:  # NaN neither
+            raise DeviceError(f"wrong results: off by {error:.2g} of the largest from float64")
+        self._relative_errors[relaxed.algorithm] = error
 
     def _end_screening(self) -> None:
         if self._screener:
@@ -265,8 +315,9 @@ class LocalDevice:
     def _compare(self, candidate: Candidate) -> str | None:
         try:
             worker = self._screening()
+            self._refer_to(worker, self._leaders.get(candidate.algorithm, candidate))
             self._load(worker, 1, candidate)
-            return worker.ask("compare", self._timeout_s, slot=1)
+            return worker.ask("compare", self._timeout_s, slot=1, algorithm=str(candidate.algorithm))
         except DeviceError as failure:
             self._end_screening()  # what else did it write? The next one gets a new process
             return str(failure)
@@ -275,12 +326,15 @@ class LocalDevice:
         try:
             worker = self._screening()
             self._load(worker, 1, candidate)
-            return Measurement(candidate, (worker.ask("time", self._timeout_s, slot=1),))
+            seconds = worker.ask("time", self._timeout_s, slot=1)
+            return Measurement(candidate, (seconds,), relative_error=self._relative_errors.get(candidate.algorithm))
         except DeviceError as failure:
             return Measurement(candidate, error=str(failure))
 
     def _load(self, worker: Worker, slot: int, candidate: Candidate) -> None:
-        compiled = self._compiled[candidate]
+        self._load_compiled(worker, slot, self._compiled[candidate])
+
+    def _load_compiled(self, worker: Worker, slot: int, compiled: _Compiled) -> None:
         kernel = compiled.kernel
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             constants = {}
@@ -305,6 +359,7 @@ class LocalDevice:
         if is_weight:
             terms = anchor.flop() / 2 / max(1, math.prod(anchor.output_shape()))
             array = (array / math.sqrt(max(1.0, terms))).astype(dtype)
+        array = array.astype(kernel.buffers[index].dtype)  # the very same numbers for a kernel in float64
         packer = kernel.packers.get(index)
         return np.ascontiguousarray(packer(array) if packer else array)
 

@@ -65,7 +65,8 @@ class Bench:
     slots: dict[int, Slot] = field(default_factory=dict)
     modules: dict[str, tvm.runtime.Module] = field(default_factory=dict)
     shared: dict[tuple[Any, ...], Memory] = field(default_factory=dict)
-    references: dict[bool, list[np.ndarray]] = field(default_factory=dict)
+    references: dict[str, dict[bool, list[np.ndarray]]] = field(default_factory=dict)
+    precise: list[np.ndarray] = field(default_factory=list)
     constants: weakref.WeakValueDictionary[str, Memory] = field(default_factory=weakref.WeakValueDictionary)
 
     def compile(self, module: str, library: str) -> None:
@@ -135,16 +136,30 @@ class Bench:
         self.slots[slot].stopwatch.run()
         return [memory.array.copy() for memory in self.slots[slot].results]
 
-    def reference(self, slot: int) -> None:
-        """Take this slot's results, for plain and for special values, as what others are compared with."""
-        self.references = {special: self.outputs(slot, special, REFERENCE_POISON) for special in (False, True)}
+    def reference(self, slot: int, algorithm: str) -> None:
+        """Take this slot's results, for plain and for special values, as what others of its algorithm are compared with."""
+        self.references[algorithm] = {special: self.outputs(slot, special, REFERENCE_POISON) for special in (False, True)}
         self.check_guards(slot)
 
-    def compare(self, slot: int) -> str | None:
-        """How a slot's results differ from the reference; None when they don't."""
-        results = {special: self.outputs(slot, special, POISON) for special in self.references}
+    def take_precise(self, slot: int) -> None:
+        """Take this slot's results, for plain values, as what errors are relative to."""
+        self.precise = self.outputs(slot, False, REFERENCE_POISON)
+
+    def relative_error(self, slot: int) -> float:
+        """Largest |difference| to the precise results over their largest |value|, the worst result's."""
+        results = self.outputs(slot, False, POISON)
         self.check_guards(slot)
-        for special, expected in self.references.items():
+        return max(
+            float(np.abs(got - want).max() / max(float(np.abs(want).max()), 1e-300)) if want.size else 0.0
+            for got, want in zip(results, self.precise, strict=True)
+        )
+
+    def compare(self, slot: int, algorithm: str) -> str | None:
+        """How a slot's results differ from the reference of its algorithm; None when they don't."""
+        references = self.references[algorithm]
+        results = {special: self.outputs(slot, special, POISON) for special in references}
+        self.check_guards(slot)
+        for special, expected in references.items():
             for result, (got, want) in enumerate(zip(results[special], expected, strict=True)):
                 if differing := count_differing(got, want):
                     inputs = "with NaN, infinities and denormals among its inputs, " if special else ""
