@@ -17,7 +17,7 @@ from typing import Any
 
 from tvmfuse import benching, compare
 from tvmfuse.measure.host import host, toolchain
-from tvmfuse.peers import PEERS
+from tvmfuse.peers import PEERS, USUAL
 
 from . import models, plot, targets
 
@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=models.ZOO, default=list(models.ZOO), metavar="NAME", help=" ".join(models.ZOO))
     parser.add_argument("--fuse", nargs="+", choices=("measured", "always", "never"), default=["measured"])
     parser.add_argument("--no-relaxed", action="store_true", help='leave out numerics="relaxed"')
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS), help="default: all; those not installed are named")
+    parser.add_argument(
+        "--peers", nargs="*", choices=PEERS, default=list(USUAL), help=f"default: {' '.join(USUAL)}; those not installed are named"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="a run for each number (default: 1)")
     parser.add_argument("--seconds", type=float, default=10, help="of timing for each run (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured, after each run")

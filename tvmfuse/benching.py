@@ -20,7 +20,7 @@ from onnx import ModelProto
 
 from . import compare
 from .errors import DeviceError
-from .peers import PEERS, Process
+from .peers import ANSWER_TIMEOUT_S, PEERS, Process
 
 Arrays = Mapping[str, np.ndarray]
 Progress = Callable[[str], None]
@@ -30,13 +30,17 @@ LOADING = 2  # processes that load at a time; nothing is timed meanwhile
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
-    """A runner to enter: a runtime of `peers.runtimes`, its threads, and its options. `reason`: why it can't be entered."""
+    """A runner to enter: a runtime of `peers.runtimes`, its threads, and its options.
+
+    reason  why it can't be entered. patience_s: how long it may take to load.
+    """
 
     name: str
     runtime: str
     threads: int = 1
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reason: str | None = None
+    patience_s: float = ANSWER_TIMEOUT_S
 
 
 def ours(name: str, threads: int, **options: Any) -> list[Entry]:
@@ -50,7 +54,7 @@ def others(names: Sequence[str], threads: int) -> list[Entry]:
     for name in names:
         peer = PEERS[name]
         for count in dict.fromkeys((1, threads if peer.threaded else 1)):
-            found.append(Entry(name, peer.runtime or name, count, peer.options, peer.absent()))
+            found.append(Entry(name, peer.runtime or name, count, peer.options, peer.absent(), peer.patience_s))
     return found
 
 
@@ -84,7 +88,7 @@ def bench(
         def load(entry: Entry) -> tuple[Process, compare.Row] | str:
             process = stack.enter_context(Process(entry.runtime, path, feeds, outputs, entry.threads, **entry.options))
             try:
-                loaded = process.load()
+                loaded = process.load(entry.patience_s)
                 error = compare.difference(exact, process.outputs()) if exact is not None else None
             except DeviceError as failure:
                 process.close()

@@ -114,3 +114,16 @@ def test_lrn_in_float64_is_what_onnx_defines(size: int) -> None:
         window = x[:, max(0, c - math.floor((size - 1) / 2)) : c + math.ceil((size - 1) / 2) + 1]
         expected[:, c] = x[:, c] / (1.5 + 0.5 / size * (window**2).sum(1)) ** 0.6
     np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_only_those_who_say_so_are_tuned_for_hours() -> None:
+    (tuned,) = benching.others(["tvm_tuned"], 2)
+    assert "tvm_tuned" not in peers.USUAL and tuned.patience_s > 3600
+    assert {entry.patience_s for entry in benching.others(peers.USUAL, 2)} == {peers.ANSWER_TIMEOUT_S}
+
+
+def test_what_takes_too_long_is_given_up() -> None:
+    _, feeds = model()
+    with peers.Process("tvmfuse", "m.onnx", feeds, ("y",)) as process:
+        with pytest.raises(DeviceError, match="no answer within 0 s"):
+            process.load(0.01)

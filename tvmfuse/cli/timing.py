@@ -42,7 +42,7 @@ def bench(
     feeds = {info.name: draw(rng, info.shape, info.dtype) for info in loaded.inputs}
     entries = benching.ours("tvmfuse measured", count, fuse="measured", logs=logs)
     entries += [benching.Entry(f"tvmfuse {how}", "tvmfuse", count, {"fuse": how}) for how in ("always", "never")]
-    entries += benching.others(peer or list(peers.PEERS), count)
+    entries += benching.others(peer or peers.USUAL, count)
     # One caller on all threads, or a caller for each: what a server would choose between
     rows = benching.bench(model.name, onnx.load(model), feeds, entries, seconds, callers=count, progress=say)
     if as_json:

@@ -23,13 +23,16 @@ from ..errors import DeviceError
 from .worker import MAX_ERROR, main
 
 ANSWER_TIMEOUT_S = 300.0
+TRIALS, TUNING_TIMEOUT_S = 1200, 3 * 3600.0  # 25 minutes for MobileNetV2 on two cores
 
 
 @dataclass(frozen=True)
 class Peer:
     """A runtime to compare with. `modules` have to be importable; `install` says how they become so.
 
-    threaded  it can use several threads in one call.
+    threaded    it can use several threads in one call.
+    patience_s  how long it may take to load a model.
+    usual       it is entered unless somebody says which.
     """
 
     modules: tuple[str, ...]
@@ -37,6 +40,8 @@ class Peer:
     threaded: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     runtime: str = ""
+    patience_s: float = ANSWER_TIMEOUT_S
+    usual: bool = True
 
     def absent(self) -> str | None:
         """Why it can't be used, or None."""
@@ -52,7 +57,17 @@ PEERS: dict[str, Peer] = {
     "iree": Peer(("iree",), "iree-base-compiler iree-base-runtime"),
     "tvm": Peer(("tvm",), "apache-tvm", threaded=False, options={"pipeline": "default"}),
     "tvm_target": Peer(("tvm",), "apache-tvm", threaded=False, options={"pipeline": "target"}, runtime="tvm"),
+    "tvm_tuned": Peer(
+        ("tvm",),
+        "apache-tvm",
+        threaded=False,
+        options={"pipeline": "tuned", "trials": TRIALS},
+        runtime="tvm",
+        patience_s=TUNING_TIMEOUT_S,
+        usual=False,
+    ),
 }
+USUAL = tuple(name for name, peer in PEERS.items() if peer.usual)
 
 
 class Process:
@@ -99,9 +114,9 @@ class Process:
         self._pipe.close()
         Path(self._log).unlink(missing_ok=True)
 
-    def load(self) -> dict[str, float]:
+    def load(self, patience_s: float = ANSWER_TIMEOUT_S) -> dict[str, float]:
         """`load_s` until the first outputs are there, and `memory_bytes` that the process then holds for the model and its runtime."""
-        return self._ask("load", **self._load)
+        return self._ask("load", patience_s, **self._load)
 
     def outputs(self) -> dict[str, np.ndarray]:
         return self._ask("outputs")
@@ -114,12 +129,12 @@ class Process:
         """Calls a second of `callers` threads at a time, each with buffers of its own."""
         return self._ask("throughput", callers=callers, seconds=seconds)
 
-    def _ask(self, method: str, **arguments: Any) -> Any:
+    def _ask(self, method: str, patience_s: float = ANSWER_TIMEOUT_S, /, **arguments: Any) -> Any:
         try:
             os.kill(self.pid, signal.SIGCONT)
             self._pipe.send((method, arguments))
-            if not self._pipe.poll(ANSWER_TIMEOUT_S):
-                raise DeviceError(f"no answer within {ANSWER_TIMEOUT_S:.0f} s")
+            if not self._pipe.poll(patience_s):
+                raise DeviceError(f"no answer within {patience_s:.0f} s")
             value, error = self._pipe.recv()
             os.kill(self.pid, signal.SIGSTOP)
         except (EOFError, OSError):

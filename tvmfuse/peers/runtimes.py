@@ -203,7 +203,10 @@ def _iree_compiled(model: Path) -> Path:
 
 
 def tvm(job: Job) -> Ready:
-    """Stock TVM, by its importer and the pipeline that `options` names; the loops that it emits run on one thread."""
+    """Stock TVM, by its importer and the pipeline that `options` names; the loops that it emits run on one thread.
+
+    "tuned" is meta_schedule with `trials` trials, tens of minutes; its records are kept in the user's cache folder and then only applied.
+    """
     import tvm
     from tvm import relax
 
@@ -214,8 +217,11 @@ def tvm(job: Job) -> Ready:
         raise ValueError("its pipelines emit loops for one thread")
     target = parse_target(None)
     loaded = load(job.model, _shapes(job))
-    pipelines: dict[str, Any] = {"default": "default", "target": relax.get_default_pipeline(target)}
-    executable = tvm.compile(loaded.mod, target, relax_pipeline=pipelines[job.options["pipeline"]])
+    mod, pipeline = loaded.mod, job.options["pipeline"]
+    if pipeline == "tuned":
+        mod, pipeline = _tuned(mod, job, target), "default"
+    stock = {"default": "default", "target": relax.get_default_pipeline(target)}
+    executable = tvm.compile(mod, target, relax_pipeline=stock[pipeline])
     main = relax.VirtualMachine(executable, tvm.cpu())["main"]
     arguments = [tvm.runtime.tensor(job.feeds[info.name]) for info in loaded.inputs]
     last: list[Any] = []
@@ -225,6 +231,20 @@ def tvm(job: Job) -> Ready:
         last[:] = [result] if isinstance(result, tvm.runtime.Tensor) else list(result)
 
     return Ready(call, lambda: {info.name: x.numpy() for info, x in zip(loaded.outputs, last, strict=True)})
+
+
+def _tuned(mod: Any, job: Job, target: Any) -> Any:
+    """The module with the schedules that meta_schedule found best."""
+    from tvm import relax
+
+    digest, version = hashlib.sha256(Path(job.model).read_bytes()).hexdigest()[:24], importlib.metadata.version("apache-tvm")
+    records = platformdirs.user_cache_path("tvmfuse") / "peers" / f"{digest}-tvm-{version}-{job.options['trials']}"
+    done = records / "done"
+    trials = 0 if done.exists() else job.options["trials"]
+    records.mkdir(parents=True, exist_ok=True)
+    tuned = relax.get_pipeline("static_shape_tuning", total_trials=trials, target=target, work_dir=str(records))(mod)
+    done.touch()
+    return tuned
 
 
 RUNTIMES: dict[str, Callable[[Job], Ready]] = {
