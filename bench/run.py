@@ -48,6 +48,7 @@ def markdown(runs: list[Run], facts: dict[str, Any]) -> str:
     tables = [f"## {run.model}, {run.threads} thread{'s' * (run.threads > 1)}\n\n{compare.table(run.rows)}" for run in runs]
     standing = targets.table([s for run in runs for s in run.standings()])
     machine = f"{facts['date']}, {facts['cpu']}, {facts['cpus']} CPUs, tvmfuse {facts['toolchain']['tvmfuse']}."
+    machine += "".join(f" {name} {version}." for name, version in facts["peers"].items() if version)
     return "\n\n".join(["# Beside the best peer", machine, standing, *tables]) + "\n"
 
 
@@ -78,6 +79,7 @@ def main() -> None:
 
     today = datetime.date.today().isoformat()
     facts = {"date": today, "cpu": host().name, "cpus": os.cpu_count(), "host": dataclasses.asdict(host()), "toolchain": toolchain()}
+    facts["peers"] = {name: PEERS[name].version() for name in args.peers}
     runs: list[Run] = []
     if args.resume and args.json.exists():
         for data in json.loads(args.json.read_text())["runs"]:

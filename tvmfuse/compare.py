@@ -87,7 +87,7 @@ def samples(calls: Mapping[str, Callable[[], object]], seconds: float, clock: Cl
 
 def _first(time: Timer) -> float:
     """Seconds of a call; a short one is repeated, since the first calls of a process that was stopped are slow."""
-    (once,) = time(1, True)
+    (once,) = time(1, False)
     return once if once > LONG_S else min(time(5, True))
 
 
@@ -146,7 +146,7 @@ class Row:
     ratio         the first runner's time over this one's.
     error         largest |difference| to a float64 run, over the largest |output|; None where there is none.
     samples_s     one a round, to be compared with those of the same round. percentiles_s: of the single calls.
-    memory_bytes  what its process grew by, from before it loaded the model to after its first outputs.
+    memory_bytes  what its process grew by, from before it loaded (or built) the model to after its first outputs.
     calls_per_s   of several threads calling at a time.
     """
 

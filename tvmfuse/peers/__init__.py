@@ -6,6 +6,7 @@ A stopped process can't spin: some runtimes keep their threads awake for a while
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
@@ -42,6 +43,12 @@ class Peer:
     runtime: str = ""
     patience_s: float = ANSWER_TIMEOUT_S
     usual: bool = True
+
+    def version(self) -> str | None:
+        """Of the installed package, None where there is none."""
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(self.install.split()[0])
+        return None
 
     def absent(self) -> str | None:
         """Why it can't be used, or None."""
@@ -115,7 +122,7 @@ class Process:
         Path(self._log).unlink(missing_ok=True)
 
     def load(self, patience_s: float = ANSWER_TIMEOUT_S) -> dict[str, float]:
-        """`load_s` until the first outputs are there, and `memory_bytes` that the process then holds for the model and its runtime."""
+        """`load_s` until the first outputs are there, and `memory_bytes` by which the process has grown since it imported the runtime."""
         return self._ask("load", patience_s, **self._load)
 
     def outputs(self) -> dict[str, np.ndarray]:
