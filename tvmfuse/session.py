@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ from tvm import relax
 from . import artifact, pool
 from .artifact import Program
 from .errors import UsageError
-from .kernel.memory import ALIGNMENT, View
+from .kernel.memory import View
 from .measure.roofline import roofline as measured_roofline
 from .model.load import TensorInfo
 from .values import Cost, Roofline, Site
@@ -47,7 +48,9 @@ class Session:
         self.manifest = program.manifest
         self.program = program
         self._inputs = [(info, info.name, info.shape, np.dtype(info.dtype)) for info in program.manifest.inputs]
-        self._outputs = [(info.shape, np.dtype(info.dtype)) for info in program.manifest.outputs]
+        self._shapes = [info.shape for info in program.manifest.outputs]
+        self._dtypes = [np.dtype(info.dtype) for info in program.manifest.outputs]
+        self._threads = program.manifest.threads
         self._names = [info.name for info in program.manifest.outputs]
         self._local = threading.local()
 
@@ -72,11 +75,11 @@ class Session:
             output_names = [output_names] if isinstance(output_names, str) else list(output_names)
             _refuse_unknown(output_names, self._names, "output")
         arguments = self._arguments(feeds)
-        outputs = [np.empty(shape, dtype) for shape, dtype in self._outputs]
-        if self.manifest.threads == 1:
+        outputs = list(map(np.empty, self._shapes, self._dtypes))
+        if self._threads == 1:
             self._main()(*arguments, *outputs)
         else:
-            pool.call(lambda: self._main()(*arguments, *outputs), self.manifest.threads)
+            pool.call(lambda: self._main()(*arguments, *outputs), self._threads)
         return outputs if output_names is None else [outputs[self._names.index(name)] for name in output_names]
 
     def bind(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
@@ -94,9 +97,9 @@ class Session:
             if not (buffer.flags.c_contiguous and buffer.flags.writeable and buffer.dtype.isnative):
                 raise UsageError(f"{info.name!r} can't be bound: it is strided, read-only or in foreign byte order; pass a plain copy")
         call = self._function(self._virtual_machine(), "main", buffers)
-        if self.manifest.threads == 1:
+        if self._threads == 1:
             return call
-        return lambda: pool.call(call, self.manifest.threads)
+        return lambda: pool.call(call, self._threads)
 
     def trace(self, feeds: Mapping[str, np.ndarray], repeats: int = 1) -> list[list[tuple[str, float]]]:
         """For each of `repeats` calls the kernels that really ran, in order, with the seconds of each."""
@@ -109,7 +112,7 @@ class Session:
             elif not name.startswith("vm."):
                 calls[-1].append((name, time.perf_counter() - began[0]))
 
-        outputs = [np.empty(shape, dtype) for shape, dtype in self._outputs]
+        outputs = list(map(np.empty, self._shapes, self._dtypes))
         vm = self._virtual_machine()
         call = self._function(vm, "traced", [*self._arguments(feeds), *outputs])
 
@@ -120,10 +123,10 @@ class Session:
                 calls.append([])
                 call()
 
-        if self.manifest.threads == 1:
+        if self._threads == 1:
             run()
         else:
-            pool.call(run, self.manifest.threads)
+            pool.call(run, self._threads)
         return calls
 
     def profile(self, feeds: Mapping[str, np.ndarray], repeats: int = 20, roofline: Roofline | None = None) -> list[KernelTime]:
@@ -185,8 +188,8 @@ class Session:
     def _function(self, vm: relax.VirtualMachine, name: str, arguments: Sequence[np.ndarray]) -> Callable[..., None]:
         """A function of the program with its last parameters bound: `arguments`, the weights, and a workspace of its own."""
         size = self.manifest.workspace
-        workspace = np.empty(size + ALIGNMENT, np.uint8)
-        workspace = workspace[-workspace.ctypes.data % ALIGNMENT :][:size]
+        workspace = np.empty(size + mmap.PAGESIZE, np.uint8)  # on a page: which cache sets its tensors fall into is then always the same
+        workspace = workspace[-workspace.ctypes.data % mmap.PAGESIZE :][:size]
 
         def tensor(view: View) -> Any:
             memory = workspace if view.weight is None else self.program.weights[view.weight].reshape(-1).view(np.uint8)
