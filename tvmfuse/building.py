@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax
 from tvm.relax import vm_build
+from tvm.s_tir.stmt import SBlock
 
 from . import cache, graph
 from .artifact import Manifest, Program
@@ -30,6 +32,16 @@ from .model.load import Loaded, load
 from .predicting import predictor
 from .session import Session
 from .values import Conv2d, Machine, Numerics, Site
+
+# Passes of TVM's lowering that find nothing in this package's kernels, and take a quarter of its time: what is for GPUs and the like, and
+# what is for blocks, of which scheduled kernels have only an empty root.
+FOR_DEVICES = (
+    "s_tir.LowerCrossThreadReduction", "s_tir.LiftThreadBinding", "s_tir.ManifestSharedMemoryLocalStage", "s_tir.LowerAutoCopy",
+    "s_tir.UnifyThreadBinding", "s_tir.InjectPermutedLayout", "s_tir.InjectSoftwarePipeline", "s_tir.TransformMmaBufferLayout",
+    "s_tir.InjectVirtualThread", "s_tir.InjectDoubleBuffer", "s_tir.ThreadSync", "s_tir.InferFragment", "s_tir.LowerThreadAllreduce",
+    "s_tir.MergeSharedMemoryAllocations", "s_tir.LowerVtcmAlloc",
+)  # fmt: skip
+FOR_BLOCKS = ("s_tir.CompactBufferAllocation",)
 
 Dump = Callable[[str, tvm.IRModule], None]
 
@@ -161,7 +173,17 @@ def _executable(mod: tvm.IRModule, target: tvm.target.Target) -> relax.VMExecuta
     kernels = vm_build._vmcodegen(builder, mod, "compiled")
     traced = tvm.IRModule({tvm.ir.GlobalVar("traced"): mod["main"].with_attr("global_symbol", "traced")})
     vm_build._vmcodegen(builder, traced, "bytecode")
-    return vm_build._vmlink(builder, target, kernels)
+    functions = vm_build._filter_tir(kernels)
+    with tvm.transform.PassContext(disabled_pass=idle_passes(functions)):
+        return vm_build._vmlink(builder, target, functions)
+
+
+def idle_passes(functions: tvm.IRModule) -> list[str]:
+    """Those that would leave every function as it is."""
+    blocks: list[SBlock] = []
+    for func in functions.functions.values():
+        tvm_ffi.structural_walk(func.body, ((SBlock,), blocks.append))
+    return [*FOR_DEVICES, *(FOR_BLOCKS if all(not block.iter_vars and not block.alloc_buffers for block in blocks) else ())]
 
 
 def lowered_pipeline() -> Any:

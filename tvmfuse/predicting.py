@@ -6,6 +6,7 @@ The same records and the same release give the same model, and with it the same 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import math
 import os
 import tempfile
@@ -36,16 +37,16 @@ def predictor(log: Log, machine: Machine) -> Learned | None:
 
 def _path(log: Log, machine: Machine) -> Path | None:
     """None when the cache is switched off."""
-    import xgboost
-
     if (models := cache.folder()) is None:
         return None
-    made_of = log.fingerprint(), machine.isa.name, xgboost.__version__, Path(cost_model.__file__).read_text()
+    made_of = log.fingerprint(), machine.isa.name, importlib.metadata.version("xgboost"), Path(cost_model.__file__).read_text()
     return models.with_name("predictors") / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]}.ubj"
 
 
 def _read(path: Path, machine: Machine) -> Learned | None:
     """What is damaged or can't be read counts as not being there."""
+    if not path.exists():
+        return None
     import xgboost
 
     booster = xgboost.Booster()
