@@ -103,3 +103,11 @@ def test_double_precision_recurrent_networks(operator: str) -> None:
             c = f * c + i * np.tanh((given + recurrent)[:, 9:])
             h = o * np.tanh(c)
         np.testing.assert_allclose(y[t, 0], h, rtol=0, atol=1e-14)
+
+
+def test_of_reversed_bounds_the_upper_one_binds_outside_of_a_site_too() -> None:
+    values = "(float[2,3] x) => (float[2,3] y, float[2,1] m) <float low = {1}, float high = {-1}>"
+    session = built(values + " { y = Clip(x, low, high) m = ReduceMax<axes=[1]>(y) }")
+    y, largest = session.run(None, {"x": np.array([[1, -2, 3], [0, np.nan, -5]], np.float32)})
+    np.testing.assert_array_equal(y, [[-1, -1, -1], [-1, np.nan, -1]])
+    np.testing.assert_array_equal(largest, [[-1], [np.nan]])

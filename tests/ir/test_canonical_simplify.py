@@ -205,6 +205,15 @@ def clips_per_channel(x: R.Tensor((2,), "float32")):
 
 
 @R.function(private=True)
+def bounds_in_the_wrong_order(x: R.Tensor((2,), "float32")):
+    with R.dataflow():
+        low = R.maximum(x, R.const(1.0, "float32"))
+        y = R.minimum(low, R.const(-1.0, "float32"))
+        R.output(y)
+    return y
+
+
+@R.function(private=True)
 def lower_bound_is_returned(x: R.Tensor((2,), "float32")):
     with R.dataflow():
         low = R.maximum(x, R.const(0.0, "float32"))
@@ -214,7 +223,9 @@ def lower_bound_is_returned(x: R.Tensor((2,), "float32")):
 
 
 @pytest.mark.parametrize(
-    "function", [adds_zero, broadcasts_up, divides_one, runs_backwards, clips_per_channel, lower_bound_is_returned], ids=lambda f: ""
+    "function",
+    [adds_zero, broadcasts_up, divides_one, runs_backwards, clips_per_channel, bounds_in_the_wrong_order, lower_bound_is_returned],
+    ids=lambda f: "",
 )
 def test_refuses(function: relax.Function) -> None:
     assert_rewrites(function, function)

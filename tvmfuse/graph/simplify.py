@@ -9,7 +9,7 @@ Rewrites (each exact for every value, NaN and signed zero included)
     dropout(x)[0], concat((x,))         ->  x
     x * 1, x / 1, x - 0, x + -0         ->  x     (but x + 0 turns -0 into 0, so it stays)
     maximum(x, -inf), minimum(x, inf)   ->  x
-    minimum(maximum(x, low), high)      ->  clip(x, low, high), for scalar constants
+    minimum(maximum(x, low), high)      ->  clip(x, low, high), for scalar constants low <= high
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class Simplify(Rewriter):
             return value
         for inner, other in ((0, 1), (1, 0)):
             low = array_of(above.args[other])
-            if low is not None and low.ndim == 0 and shape_of(above.args[inner]) == shape_of(value):
+            # Of bounds in the wrong order the upper one binds, where TVM computes a clip of its own the lower one.
+            if low is not None and low.ndim == 0 and float(low) <= high and shape_of(above.args[inner]) == shape_of(value):
                 bounds = (tirx.FloatImm(dtype_of(value), float(bound)) for bound in (low, high))
                 return relax.op.clip(above.args[inner], *bounds)
         return value
