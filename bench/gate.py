@@ -196,7 +196,7 @@ def main() -> None:
         print(json.dumps({name: standing(name) for name in args.standing or ("mobilenetv2", "squeezenet")}, indent=2))
         return
     log = Log(args.logs) if args.logs else Log.shipped_and_own()
-    records = list(log.records())
+    records = [record for record in log.records() if record.candidate.numerics == "exact"]
     for isa in (AVX512, AVX2, NEON):
         alike = [record for record in records if isa_among(record.conditions.host.features) == isa]
         print(json.dumps(report(alike, isa) or {"isa": isa.name, "sites": 0}, indent=2))

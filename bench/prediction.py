@@ -91,7 +91,8 @@ def main() -> None:
     os.environ["TVM_NUM_THREADS"] = str(args.threads)
     plan = plan_for(None, args.threads, "measured", args.logs)
     assert plan.chooser.log is not None
-    alike = (r for r in plan.chooser.log.records() if isa_among(r.conditions.host.features) == plan.machine.isa)
+    exact = (r for r in plan.chooser.log.records() if r.candidate.numerics == "exact")
+    alike = (r for r in exact if isa_among(r.conditions.host.features) == plan.machine.isa)
     sites = examples(alike, plan.machine)
     told, rows = [], []
     for name in args.models:
