@@ -6,7 +6,7 @@ root=${1:?usage: make_root.sh DIR PYTHON} python=${2:?usage: make_root.sh DIR PY
 [ -e "$root/.complete" ] && exit 0
 [ "$(id -u)" = 0 ] || { echo "an emulated root needs chroot: run this as root" >&2; exit 1; }
 command -v apt-get >/dev/null || { echo "needs Debian or one of its descendants: debootstrap and qemu come from apt-get" >&2; exit 1; }
-rm -rf "$root"
+[ ! -e "$root" ] || { echo "$root is there, but incomplete: remove it" >&2; exit 1; }
 mkdir -p "$root"
 root=$(realpath "$root")
 

@@ -234,8 +234,9 @@ class Author:
 
     def unary(self, x: Value) -> Value:
         op, attributes, function, slope = self.one_of(*UNARY)
-        how = (lambda: steep(function, x.is_, self.fmt, slope)) if slope else (lambda: monotone(function, x.is_, self.fmt))
-        return self.net.emit(op, [x], how(), **attributes)
+        fmt = max(self.fmt, Format("float32"), key=lambda f: f.unit) if op in SHORT_PARAMETERS else self.fmt
+        result = steep(function, x.is_, fmt, slope) if slope else monotone(function, x.is_, fmt)
+        return self.net.emit(op, [x], result, **attributes)
 
     def clip(self, x: Value) -> Value:
         low, high = self.one_of((-0.5, 0.75), (0.0, 6.0), (None, 0.5), (0.25, None), (-1.0, None), (1.0, -1.0))
@@ -272,7 +273,7 @@ class Author:
         given = [self.net.constant(a) for a in (scale, bias, mean, variance)]
         along = (-1, *(1,) * (len(x.shape) - 2))
         s, b, m, v = (g.is_.value.reshape(along) for g in given)
-        factor = s / np.sqrt(v + 1e-5)
+        factor = s / np.sqrt(v + float(np.float32(1e-5)))  # attributes are float32
         reach = np.abs(factor) * (np.abs(x.is_.value) + np.abs(m)) + np.abs(b)
         result = rounded((x.is_.value - m) * factor + b, np.abs(factor) * x.is_.error, reach, self.fmt, 12)
         return self.net.emit("BatchNormalization", [x, *given], result, epsilon=1e-5)
@@ -361,6 +362,10 @@ UNARY: list[tuple[str, dict[str, Any], Callable[[np.ndarray], np.ndarray], float
     ("Neg", {}, np.negative, 1.0),
     ("Abs", {}, np.abs, 1.0),
 ]  # fmt: skip
+
+
+# Their parameters have eight digits in some converters and sixteen in others.
+SHORT_PARAMETERS = {"Selu", "HardSwish"}
 
 
 def primes(number: int) -> list[int]:

@@ -23,7 +23,7 @@ from tvmfuse.measure.host import host, host_target, isa_of, machine, parse_targe
 from tvmfuse.values import AVX2, AVX512, NEON, Candidate, Elementwise, Epilogue, Machine, Matmul, Operand, Recurrent, Step, Workload
 
 N = 1024
-SIGSEGV = 11
+SIGILL, SIGFPE, SIGKILL, SIGSEGV = 4, 8, 9, 11
 WORKLOAD = Workload(Elementwise((N,)), Epilogue((Step("add", ("%0", "$0")),), (Operand((N,), (0,), constant=True),)))
 TARGET = host_target()
 MACHINE = machine(TARGET, 1)
@@ -72,6 +72,9 @@ BODIES: dict[str, Callable[..., None]] = {
     "half": add(extent=N // 2),
     "outside": add(extent=N + 1),
     "segfault": calling("raise", SIGSEGV),
+    "illegal instruction": calling("raise", SIGILL),
+    "division by zero": calling("raise", SIGFPE),
+    "out of memory": calling("raise", SIGKILL),  # as Linux ends the process that took the most
     "hang": calling("pause"),
     "exit": calling("exit", 3),
     "uncompilable": unbound,
@@ -137,6 +140,9 @@ def test_every_kind_of_failure_is_its_own_candidates_alone() -> None:
         "half": "wrong bits: 512 of 1024 elements",
         "outside": "wrote outside",
         "segfault": "SIGSEGV",
+        "illegal instruction": "SIGILL",
+        "division by zero": "SIGFPE",
+        "out of memory": "SIGKILL (out of memory?)",
         "exit": "exit status 3",
         "refused": "40 registers",
         "serial": None,
