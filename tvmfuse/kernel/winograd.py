@@ -38,6 +38,8 @@ TILES = 8  # on offer for each algorithm
 LINE_BYTES = 64
 # Cycles of either transform for one vector at one point, and bytes a core streams in a cycle from L3 and from memory.
 TRANSFORM_CYCLES = 4.0
+IN_L2 = 0.75  # of an L2 of 1 MB: 56x56x64 takes 0.77 ms in blocks of 0.4 MB and 0.84 ms in blocks of 0.9 MB
+NARROW = 1.3  # 14x14x256: 58 GFLOP/s with tiles of 16 x 1 vectors, 79 with 8 x 2
 EVICTED = 1.1  # 25 rows of 512 channels don't stay in an L1 of 32 KiB beside the weights: 75 against 83 GFLOP/s with 13 rows
 L3_BYTES, MEMORY_BYTES = 25.0, 8.0
 
@@ -106,13 +108,14 @@ def _tiles(workload: Workload, m: int, machine: Machine) -> Iterator[tuple[float
                 chunks = -(-vectors_out // chunk)
                 multiply = (m + 2) ** 2 * tile_cycles((total, rows), (1, 1), (vectors_out, vectors), anchor.ci)
                 multiply *= EVICTED if 4 * rows * anchor.ci > machine.l1 else 1.0
+                multiply *= NARROW if vectors == 1 else 1.0
                 elements = (m + 2) ** 2 * (anchor.ci + anchor.co)  # of one tile, transformed
-                spill = 2 * 4 * elements * total / L3_BYTES if 4 * elements * block > 1.5 * machine.l2 else 0.0
+                spill = 2 * 4 * elements * total / L3_BYTES if 4 * elements * block > IN_L2 * machine.l2 else 0.0
                 stream = blocks * panel_bytes / streamed if panel_bytes > machine.l2 // 2 else 0.0
                 transform = TRANSFORM_CYCLES * (m + 2) ** 2 * total * (chunks * vectors_in + vectors_out)
                 work = -(-blocks * chunks // split) / (blocks * chunks)  # the busiest thread's share
                 yield (
-                    (max(multiply, stream) + stream / 4 + spill + transform) * work,
+                    (max(multiply, stream) + stream / 3 + spill + transform) * work,
                     {
                         "algorithm": f"winograd{m}", "mr": rows, "nr": vectors * lanes, "ku": 4 if rows * vectors <= 8 else 2,
                         "tiles": block, "channels": chunk * lanes, "threads": split,
@@ -125,10 +128,10 @@ def _count(anchor: Conv2d, m: int) -> int:
 
 
 def _blocks(anchor: Conv2d, m: int, rows: int, machine: Machine) -> list[int]:
-    """Tiles to a block: as many whole register tiles as the L2 holds with their products, or twice as many."""
+    """Tiles to a block: as many whole register tiles as half the L2 holds with their products, or some times as many."""
     total = _count(anchor, m)
-    held = max(1, machine.l2 // (4 * (m + 2) ** 2 * (anchor.ci + anchor.co) * rows))
-    return sorted({min(total, count * rows) for count in (held, 2 * held)})
+    held = max(1, machine.l2 // 2 // (4 * (m + 2) ** 2 * (anchor.ci + anchor.co) * rows))
+    return sorted({min(total, count * rows) for count in (held, 2 * held, 4 * held)})
 
 
 def candidates(workload: Workload, m: int, machine: Machine) -> tuple[Candidate, ...]:
