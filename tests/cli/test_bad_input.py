@@ -17,6 +17,8 @@ COMMANDS = {
     "tune": ["--logs", "records"],
     "explain": [],
     "report": ["-o", "out.html"],
+    "bench": [],
+    "check": ["--against", "out.json", "--write"],
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 import warnings
 import zipfile
@@ -18,7 +19,9 @@ from onnx import TensorProto, helper
 from rich.console import Console
 
 import tvmfuse
+from tvmfuse import check as checking
 from tvmfuse import cli, errors
+from tvmfuse.artifact import LIBRARY, MANIFEST, WEIGHTS
 from tvmfuse.cli.arguments import parse_shapes
 from tvmfuse.cli.output import print_table, progress
 from tvmfuse.explaining import Blocked, Explained, Option
@@ -246,16 +249,36 @@ def test_a_table_too_wide_for_the_terminal_becomes_paragraphs(monkeypatch: pytes
         assert "conv[bold]1" in lines[1 if wide else 0]
 
 
+def test_help_does_not_wait_for_tvm() -> None:
+    loaded = "import sys, tvmfuse.cli; sys.exit('tvm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
+
+
+def test_check_has_one_default_tolerance(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "check", lambda *_, tolerance, **__: checking.Outcome((), (f"tolerance {tolerance}",)))
+    assert f"tolerance {checking.TOLERANCE}" in invoke("check", model, "--against", model.with_name("c.json")).err
+
+
 def test_progress_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("tvmfuse.cli.output.Console", lambda stderr: Console(stderr=True, width=120, force_terminal=True))
     with progress("enc.onnx") as tell:
         tell(0.5, "7 of 20 sites, best gain 6.1%")
-    assert "7 of 20 sites, best gain 6.1%" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "7 of 20 sites, best gain 6.1%" in shown and "0:00:00 left" in shown
 
 
 def test_names_are_no_markup(invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeSession, "sites", (dataclasses.replace(SITE, name="conv[bold]1"),))
     assert "conv[bold]1" in invoke("build", model, "-o", model.with_name("a")).out
+
+
+def test_names_do_not_steer_the_terminal(invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile = "conv\x1b[2J\rx"
+    blocked = dataclasses.replace(BLOCKED, op=hostile, why=f"{hostile} stays below lv1")
+    monkeypatch.setattr(FakeReport, "sites", (dataclasses.replace(EXPLAINED, site=dataclasses.replace(SITE, name=hostile)),))
+    monkeypatch.setattr(FakeReport, "refusals", (blocked,))
+    out = invoke("explain", model).out
+    assert out.count("conv\\x1b[2J\\rx") == 2 and "\x1b" not in out and "\r" not in out
 
 
 def test_run_reads_npy_and_writes_npy(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:
@@ -415,8 +438,8 @@ def test_an_input_given_twice_is_refused(invoke: Invoke, asked: dict, model: Pat
 def test_an_artifact_is_known_by_its_content(invoke: Invoke, asked: dict, tmp_path: Path) -> None:
     for name in ("m.onnx", "m.bin"):
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
-            archive.writestr("manifest.json", "{}")
-            archive.writestr("model.so", "")
+            for part in (MANIFEST, LIBRARY, WEIGHTS):
+                archive.writestr(part, "")
         assert invoke("run", tmp_path / name, "--random", "0").code == 0
         assert asked.pop("load")["model"] == tmp_path / name
         refused = invoke("explain", tmp_path / name)

@@ -13,7 +13,7 @@ import tvmfuse
 from ..errors import UsageError
 from ..values import Roofline
 from .arguments import AsJson, Logs, Model, Numerics, Shapes, Threads, parse_shapes
-from .output import anchor, describe, placed, print_fields, print_table, say, stdout
+from .output import anchor, describe, placed, print_fields, print_table, say, stdout, visible
 
 if TYPE_CHECKING:
     from ..explaining import Explained, Option
@@ -47,7 +47,7 @@ def explain(
     if site is None:
         print_table([cells(e) for e in sites])
         for refusal in report.refusals:
-            typer.echo(str(refusal))
+            typer.echo(visible(str(refusal)))
         say(f"{len(sites)} sites, {len(report.refusals)} refusals; `tvmfuse explain {model} SITE` tells all of one")
         return
     print_fields({**cells(sites[0]), **{f"not in the loop: {b.op}": str(b) for b in sites[0].blocked}})
@@ -56,7 +56,7 @@ def explain(
     if excerpts:
         for title, text in zip(("before hoisting", "after hoisting"), excerpts, strict=True):
             stdout().rule(title, align="left")
-            typer.echo(text)
+            typer.echo("\n".join(map(visible, text.splitlines())))
 
 
 def cells(e: Explained) -> dict[str, str]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import UsageError
 from ..values import Site
@@ -46,7 +48,12 @@ def written(path: Path) -> Iterator[Path]:
 
 
 def say(text: str) -> None:
-    typer.echo(text, err=True)
+    typer.echo("\n".join(map(visible, text.split("\n"))), err=True)
+
+
+def visible(text: str) -> str:
+    """Names come from the model: what would steer the terminal is written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def stdout() -> Console:
@@ -58,10 +65,25 @@ def stdout() -> Console:
 def progress(title: str) -> Iterator[Callable[[float, str], None]]:
     """A bar with the time left, on stderr, while a terminal is there; the caller reports the fraction done and what it is doing."""
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(20), TimeElapsedColumn(), TimeLeft()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task(title, total=1.0)
-        yield lambda done, doing: bars.update(task, completed=done, description=f"{title}: {doing}")
+        task = bars.add_task(title, total=1.0, whole_s=None)
+
+        def tell(done: float, doing: str) -> None:
+            whole_s = (bars.tasks[0].elapsed or 0.0) / done if done > 0 else None
+            bars.update(task, completed=done, description=f"{title}: {doing}", whole_s=whole_s)
+
+        yield tell
+
+
+class TimeLeft(ProgressColumn):
+    """Counts down between reports: what is reported is the part of the time that is spent."""
+
+    def render(self, task: Task) -> Text:
+        if task.fields["whole_s"] is None:
+            return Text("")
+        left = max(0.0, task.fields["whole_s"] - (task.elapsed or 0.0))
+        return Text(f"{timedelta(seconds=round(left))} left")
 
 
 def describe(site: Site) -> dict[str, Any]:
@@ -112,7 +134,7 @@ def print_table(rows: Sequence[Mapping[str, str]]) -> None:
     headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
     console, table = stdout(), Table(*headings, box=None)
     for row in rows:
-        table.add_row(*(escape(row[heading]) for heading in headings))
+        table.add_row(*(escape(visible(row[heading])) for heading in headings))
     unlimited = console.options.update(max_width=10_000)
     if not console.is_terminal or Measurement.get(console, unlimited, table).maximum <= console.width:
         console.print(table)
@@ -125,8 +147,8 @@ def print_fields(fields: Mapping[str, str]) -> None:
     """The first as a heading, the others that say something below it."""
     (title, name), *rest = fields.items()
     console, grid = stdout(), Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    console.print(f"{title} [bold]{escape(name)}[/]")
+    console.print(f"{title} [bold]{escape(visible(name))}[/]")
     for heading, text in rest:
         if text:
-            grid.add_row(heading, escape(text))
+            grid.add_row(escape(visible(heading)), escape(visible(text)))
     console.print(grid)

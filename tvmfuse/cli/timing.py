@@ -11,9 +11,7 @@ import onnx
 import typer
 
 from .. import benching, compare, peers
-from ..building import default_threads
 from ..errors import UsageError
-from ..model.load import load
 from .arguments import AsJson, Logs, Model, Shapes, Threads, parse_shapes
 from .building import draw
 from .output import print_table, say
@@ -33,6 +31,9 @@ def bench(
     All are timed in turn, each in a process of its own, on the same random inputs; the first row is also timed against itself (A/A).
     Error is against a float64 run. Peers run on one thread and on as many as we do.
     """
+    from ..building import default_threads  # waits for TVM, as the next
+    from ..model.load import load
+
     unknown = [name for name in peer or () if name not in peers.PEERS]
     if unknown:
         raise UsageError(f"no peer is called {unknown[0]!r}; there are {', '.join(peers.PEERS)}")

@@ -53,7 +53,8 @@ def look(candidate: Candidate, processes: Sequence[Sequence[float]], control: Se
             return verdict("wins", f"at least {-math.expm1(high):.1%} faster, margin {margin:.1%}, in {len(medians)} processes")
         doubt = f"only {len(medians)} processes" if len(medians) < MIN_PROCESSES else "the processes disagree in sign"
     elif low > -margin:
-        return verdict("keeps default", f"at most {-math.expm1(low):.1%} faster, margin {margin:.1%}")
+        found = f"at most {-math.expm1(low):.1%} faster" if low < 0 else f"at least {math.expm1(low):.1%} slower"
+        return verdict("keeps default", f"{found}, margin {margin:.1%}")
     else:
         doubt = f"the interval {math.expm1(low):+.1%} .. {math.expm1(high):+.1%} holds the margin {-margin:.1%}"
     return verdict("undecided", doubt) if pairs == LOOKS[-1] else None

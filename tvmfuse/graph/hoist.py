@@ -228,7 +228,7 @@ class _Analysis:
                 dependence = self._why_dependent(value, user, held)
                 problem = dependence or self._problem(user, value, chain, {value, *held}) or self._why_held(value, user, held)
                 self._record(anchor, user, str(chain[-1]) if chain else value.name, problem)
-            elif chain and name and name not in ANCHORS:
+            elif chain and name and name not in ANCHORS and name != "call_tir":  # a call of a recurrent network, itself an anchor
                 self._record(anchor, user, str(chain[-1]), self._problem(user, value, chain, {value}))
 
     def _record(self, anchor: Var, op: Var, blocking: str, problem: _Problem | None) -> None:
