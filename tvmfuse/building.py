@@ -27,7 +27,8 @@ from .kernel.generic import lower_generic
 from .kernel.lower import lower_sites
 from .kernel.memory import memory_as_parameters
 from .kernel.outputs import outputs_as_parameters, own_outputs
-from .measure.host import host, machine, parse_target, required_features, toolchain
+from .measure.host import default_threads, host, machine, parse_target, required_features, toolchain
+from .measure.remote import Identity, identify
 from .model.load import Loaded, load
 from .predicting import predictor
 from .session import Session
@@ -46,11 +47,6 @@ FOR_BLOCKS = ("s_tir.CompactBufferAllocation",)
 Dump = Callable[[str, tvm.IRModule], None]
 
 
-def default_threads() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @dataclass(frozen=True)
 class Plan:
     """For which CPU a model is compiled, and who chooses its candidates."""
@@ -60,14 +56,27 @@ class Plan:
     chooser: Chooser
 
 
-def plan_for(target: Any, threads: int | None, fuse: Fuse, logs: str | os.PathLike[str] | None, numerics: Numerics = "exact") -> Plan:
-    """The arguments of `build` that say for what and how, checked. Raises UsageError or UnsupportedError."""
-    threads = default_threads() if threads is None else threads
+def plan_for(
+    target: Any,
+    threads: int | None,
+    fuse: Fuse,
+    logs: str | os.PathLike[str] | None,
+    numerics: Numerics = "exact",
+    device: Identity | None = None,
+) -> Plan:
+    """The arguments of `build` that say for what and how, checked; `device` takes the place of this host.
+
+    Raises UsageError or UnsupportedError.
+    """
+    if device and target is not None:
+        raise UsageError("a target and a device over RPC, which has its own, don't go together; give one of them")
+    if threads is None:
+        threads = device.processors if device else default_threads()
     if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
         raise UsageError(f"threads={threads!r} has to be a positive number")
-    compiled_for = parse_target(target)
-    for_machine = machine(compiled_for, threads)
-    here = host() if target is None else None
+    compiled_for = parse_target(device.target if device else target)
+    for_machine = machine(compiled_for, threads, device.host if device else None)
+    here = device.host if device else host() if target is None else None
     log = (Log([logs]) if logs is not None else Log.shipped_and_own()) if fuse == "measured" else None
     if log and log.damage:
         first = f"{len(log.damage)} damaged lines of the tuning log are skipped, the first at {log.damage[0]}"
@@ -112,6 +121,7 @@ def build(
     logs: str | os.PathLike[str] | None = None,
     numerics: Numerics = "exact",
     dump_ir: str | os.PathLike[str] | None = None,
+    rpc: str | None = None,
 ) -> Session:
     """Compile a model for one CPU, or find it in the cache of compiled models. Never measures.
 
@@ -124,12 +134,13 @@ def build(
     numerics  "exact": the bits depend on the model, its shapes and the input alone. "relaxed": 3x3 convolutions may also be computed by
               Winograd's algorithm where it was measured, or else is predicted, to be faster; session.sites says where.
     dump_ir   folder to which the module is written after each phase.
-    Raises    UsageError, ModelError or UnsupportedError, each saying what, where and what to do.
+    rpc       "host:port/key" of a TVM RPC tracker: compile for the device that has registered there, with its records.
+    Raises    UsageError, ModelError or UnsupportedError, each saying what, where and what to do; DeviceLost without such a device.
     """
-    plan = plan_for(target, threads, fuse, logs, numerics)
+    plan = plan_for(target, threads, fuse, logs, numerics, identify(rpc) if rpc else None)
     dump = _dumper(Path(dump_ir)) if dump_ir is not None else None
     log = plan.chooser.log.fingerprint() if plan.chooser.log else None
-    key = cache.key(model, shapes, plan.machine, fuse, numerics, log) if target is None and dump is None else None
+    key = cache.key(model, shapes, plan.machine, fuse, numerics, log) if target is None and rpc is None and dump is None else None
     if key is not None and (kept := cache.find(key)) is not None:
         return Session(kept)
     session = compile_model(prepare(model, shapes, dump), plan, plan.chooser, dump)

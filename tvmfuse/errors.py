@@ -47,7 +47,13 @@ class TooNoisy(TvmfuseError):
 
 
 class DeviceError(TvmfuseError):
-    """A measuring device or an RPC peer is absent, died or does not answer."""
+    """What runs on a measuring device failed, died or does not answer; or somebody else is measuring there."""
+
+    exit_code = 7
+
+
+class DeviceLost(TvmfuseError):
+    """A device is gone as a whole, or none is there: unlike a DeviceError this says nothing about the kernel that it had."""
 
     exit_code = 7
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tvm.target import Target
 
 from . import kernel
 from .building import Plan, Prepared, compile_model, described, plan_for, prepare
@@ -22,10 +24,13 @@ from .decide import search, verdict
 from .decide.cost_model import AnalyticPrior, Learned, examples, learn
 from .decide.log import Conditions, Log, Record, is_finished
 from .errors import UsageError
-from .measure.device import LocalDevice
+from .measure.device import BuildKernel, Device, LocalDevice
+from .measure.forkserver import ForkServer
 from .measure.host import host, isa_among, toolchain
+from .measure.pool import Pool
+from .measure.remote import Identity, connected
 from .session import Session
-from .values import Candidate, Machine, Numerics, Outcome, Site, Verdict, Workload
+from .values import Candidate, Host, Machine, Numerics, Outcome, Site, Verdict, Workload
 
 Progress = Callable[[float, str], None]
 EXPECTED_GAIN = 0.05  # of a site's time, before anything is known about it; only ratios between sites matter
@@ -85,6 +90,7 @@ def tune(
     logs: str | os.PathLike[str] | None = None,
     progress: Progress = lambda done, doing: None,
     numerics: Numerics = "exact",
+    rpc: str | None = None,
 ) -> Summary:
     """Measure every site's candidates within a time budget, the ones with the most expected gain first.
 
@@ -92,16 +98,23 @@ def tune(
     logs      folder of the log that is read and written; None for the user's own, beside the shipped one.
     progress  called with the fraction of the budget that is spent and what is being done.
     numerics  as for `build`. Where a site has relaxed candidates, what is decided with "relaxed" holds for such builds alone.
-    Raises    UsageError for a budget that makes no sense, DeviceError when this machine can't measure.
+    rpc       "host:port/key" of a TVM RPC tracker: compile here, measure on all free devices that have registered there under that key
+              with the CPU of the first. Records hold for that CPU. The whole model isn't compared then.
+    Raises    UsageError for a budget that makes no sense, DeviceError when this machine can't measure, DeviceLost when no device is left.
     """
     began = time.monotonic()
-    job = _job(model, shapes, threads, budget, logs, numerics)
-    plan, prepared = job.plan, job.prepared
-    job.log.check_writable(host())
-
     decided: dict[Workload, search.SiteResult] = {}
-
-    with LocalDevice(kernel.build_kernel, plan.target, plan.machine, working_set(prepared)) as device:
+    with contextlib.ExitStack() as stack:
+        if rpc is None:
+            job = _job(model, shapes, threads, budget, logs, numerics)
+            device: Device = stack.enter_context(LocalDevice(*job.measuring))
+        else:
+            server = stack.enter_context(ForkServer())
+            places = stack.enter_context(connected(rpc, server))
+            job = _job(model, shapes, threads, budget, logs, numerics, places[0].identity)
+            device = stack.enter_context(Device(*job.measuring, Pool(places), server))
+        plan, prepared = job.plan, job.prepared
+        job.log.check_writable(job.host)
 
         def tune_one(demand: search.Demand, share: float) -> search.SiteResult:
             done = min(1.0, (time.monotonic() - began) / job.budget_s)
@@ -112,8 +125,8 @@ def tune(
             return result
 
         results, left = search.spend(job.demands, job.sites_s - (time.monotonic() - began), tune_one)
-    gate, reverted = _gate(prepared, plan, job.log, results, progress, began + job.budget_s)
-    now = plan_for(None, threads, "measured", logs, numerics).chooser
+    gate, reverted = (None, []) if rpc else _gate(prepared, plan, job.log, results, progress, began + job.budget_s)
+    now = plan_for(None, threads, "measured", logs, numerics, job.identity).chooser
     return Summary(
         sites=tuple(described(site, now) for site in prepared.sites),
         matched=job.matched,
@@ -155,6 +168,17 @@ class _Job:
     demands: list[search.Demand]
     matched: int
     rank: Callable[[Workload, Sequence[Candidate]], Sequence[Candidate]]
+    identity: Identity | None
+
+    @property
+    def host(self) -> Host:
+        """Of the CPU that is measured."""
+        return self.identity.host if self.identity else host()
+
+    @property
+    def measuring(self) -> tuple[BuildKernel, Target, Machine, int]:
+        """What a device needs to know of the model."""
+        return kernel.build_kernel, self.plan.target, self.plan.machine, working_set(self.prepared)
 
 
 def _job(
@@ -164,9 +188,10 @@ def _job(
     budget: str | float,
     logs: str | os.PathLike[str] | None,
     numerics: Numerics,
+    identity: Identity | None = None,
 ) -> _Job:
     budget_s = parse_budget(budget)
-    plan, prepared = plan_for(None, threads, "measured", logs, numerics), prepare(model, shapes)
+    plan, prepared = plan_for(None, threads, "measured", logs, numerics, identity), prepare(model, shapes)
     log = plan.chooser.log
     assert log is not None
     counts = Counter(site.workload for site in prepared.sites)
@@ -181,7 +206,7 @@ def _job(
             noisy = sum(record.verdict is not None and record.verdict.outcome == "too noisy" for record in history)
             demands.append(search.Demand(workload, count, _expected_gain_s(workload, candidates, plan.machine, ranker) / (1 + noisy)))
     matched = sum(len(plan.chooser.candidates(w)) > 1 for w in counts) - len(demands)
-    return _Job(plan, prepared, log, budget_s, sites_s, demands, matched, ranker.rank)
+    return _Job(plan, prepared, log, budget_s, sites_s, demands, matched, ranker.rank, identity)
 
 
 def least_budget_s(workloads: int) -> float:
@@ -220,7 +245,7 @@ def working_set(prepared: Prepared) -> int:
 
 def _conditions(workload: Workload, plan: Plan) -> Conditions:
     """What is measured of a workload now will hold for."""
-    return Conditions(host(), plan.machine.threads, toolchain(), plan.chooser.digest(workload))
+    return Conditions(plan.chooser.host or host(), plan.machine.threads, toolchain(), plan.chooser.digest(workload))
 
 
 def _outcome(result: search.SiteResult) -> str:

@@ -171,6 +171,7 @@ def test_build_passes_its_options_on_and_writes_the_artifact(invoke: Invoke, ask
         "fuse": "never",
         "logs": None,
         "numerics": "exact",
+        "rpc": None,
     }
     assert "conv1" in done.out and "register 2/2" in done.out and "0.900 [0.880, 0.920]" in done.out
     assert "1 sites, 3 kernels" in done.err

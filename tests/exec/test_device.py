@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -128,7 +130,7 @@ def test_equal_bits_pass_and_are_timed_alone_and_in_pairs() -> None:
             assert second > 300e-6 > first
             first, second = process.pair(2, 1)
             assert first > 300e-6 > second
-            process.worker._process.kill()
+            os.kill(process._runner.pid, signal.SIGKILL)
             with pytest.raises(DeviceError, match="SIGKILL"):
                 process.pair(0, 1)
 
@@ -220,10 +222,10 @@ def test_conditioning_streams_what_others_touch_but_no_more_than_twice_the_last_
 
 
 def sampled_s(streamed: int) -> float:
-    module = clock.timed_module([build_kernel(WORKLOAD, DEFAULT, MACHINE)], [0], streamed, threads=1)
+    timed = clock.timed_module([build_kernel(WORKLOAD, DEFAULT, MACHINE)], [0], streamed, threads=1)
     memories = [worker.Memory((extent,), "float32") for extent in (N, N, N, *clock.conditioning_shapes(streamed, threads=1))]
-    built = tvm.compile(module, TARGET).mod
-    return clock.Stopwatch(built, 0, [memory.tensor for memory in memories], hot=not streamed).sample()
+    built = tvm.compile(timed.module, TARGET).mod
+    return clock.Stopwatch(built, 0, timed.conditions[0], [memory.tensor for memory in memories], hot=not streamed).sample()
 
 
 def test_conditioning_comes_before_each_run() -> None:
@@ -233,8 +235,11 @@ def test_conditioning_comes_before_each_run() -> None:
 
 def test_launches_that_candidates_share_are_compiled_once() -> None:
     kernels = [build_kernel(WORKLOAD, how(name), MACHINE) for name in ("vector", "vector", "two launches")]
-    names = {str(name.name_hint) for name in clock.timed_module(kernels, [0], 0, 1).functions}
+    timed = clock.timed_module(kernels, [0], 0, 1)
+    names = {str(name.name_hint) for name in timed.module.functions}
     assert len([name for name in names if name.startswith("launch")]) == 2
+    # "two launches" has a scratch buffer more
+    assert len(set(timed.conditions)) == 2 and set(timed.conditions) < names
 
 
 def test_nan_equals_any_nan_and_zeros_differ_by_sign() -> None:

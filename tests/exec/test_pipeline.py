@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tvm
 from tvm import relax
+from tvm.relax.frontend import nn
 
 import tvmfuse
 from tvmfuse.measure.host import host_target
@@ -45,3 +46,63 @@ def test_the_pass_alone_lets_stock_tvm_fuse_across_the_reshape() -> None:
 
     assert "fused_reshape_add_relu" in kernels(module())
     assert "fused_matmul_add_relu" in kernels(tvmfuse.HoistEpilogue()(module()))
+
+
+class Head(nn.Module):
+    """silu(relu(reshape(x @ up + bias)) @ down), in TVM's own front end."""
+
+    def __init__(self) -> None:
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 10, bias=False)
+
+    def main(self, x: nn.Tensor) -> nn.Tensor:
+        hidden = nn.op.relu(nn.op.reshape(self.up(x), (4, 2, 12)))
+        return nn.op.silu(self.down(nn.op.reshape(hidden, (4, 24))))
+
+
+def compiled(mod: tvm.IRModule) -> relax.VMExecutable:
+    target = host_target()
+    return tvm.compile(mod, target, relax_pipeline=tvmfuse.pipeline(target))
+
+
+def test_a_module_of_the_nn_front_end() -> None:
+    mod, params = Head().export_tvm({"main": {"x": nn.spec.Tensor((4, 16), "float32")}})
+    rng = np.random.default_rng(2)
+    weights = {name: rng.standard_normal(param.shape).astype("float32") for name, param in params}
+    bound = relax.transform.BindParams("main", {name: tvm.runtime.tensor(w) for name, w in weights.items()})(mod)
+    x = rng.standard_normal((4, 16)).astype("float32")
+    hidden = np.maximum(x @ weights["up.weight"].T + weights["up.bias"], 0)
+    last = hidden @ weights["down.weight"].T
+    np.testing.assert_allclose(run(compiled(bound), x), last / (1 + np.exp(-last)), rtol=1e-5, atol=1e-5)
+
+
+def exported() -> tuple[tvm.IRModule, np.ndarray, np.ndarray]:
+    """As the PyTorch and StableHLO front ends write a module: NCHW, layout ops between, a tuple of results. Its weights and bias."""
+    rng = np.random.default_rng(3)
+    weights, bias = rng.standard_normal((6, 3, 1, 1)).astype("float32"), rng.standard_normal((1, 6, 1)).astype("float32")
+    x = relax.Var("x", relax.TensorType((1, 3, 4, 5), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            pointwise = builder.emit(relax.op.nn.conv2d(x, relax.const(weights)))
+            flat = builder.emit(relax.op.reshape(pointwise, (1, 6, 20)))
+            biased = builder.emit(relax.op.add(flat, relax.const(bias)))
+            rows = builder.emit(relax.op.permute_dims(builder.emit(relax.op.nn.relu(biased)), (0, 2, 1)))
+            results = builder.emit_output(relax.Tuple([rows, builder.emit(relax.op.reshape(rows, (20, 6)))]))
+        builder.emit_func_output(results)
+    return builder.get(), weights, bias
+
+
+def test_a_module_as_the_pytorch_front_end_writes_it() -> None:
+    mod, weights, bias = exported()
+    x = np.random.default_rng(4).standard_normal((1, 3, 4, 5)).astype("float32")
+    expected = np.maximum(np.einsum("oi,bihw->bohw", weights[:, :, 0, 0], x).reshape(1, 6, 20) + bias, 0).transpose(0, 2, 1)
+    first, second = relax.VirtualMachine(compiled(mod), tvm.cpu())["main"](tvm.runtime.tensor(x))
+    np.testing.assert_allclose(first.numpy(), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(second.numpy(), expected[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_pass_alone_keeps_what_the_module_computes() -> None:
+    x = np.random.default_rng(5).standard_normal((3, 8), np.float32)
+    target = tvm.target.Target({"kind": "llvm"})
+    plain, hoisted = (run(tvm.compile(mod, target), x) for mod in (module(), tvmfuse.HoistEpilogue()(module())))
+    assert plain.tobytes() == hoisted.tobytes()

@@ -157,7 +157,7 @@ def test_build_with_a_log_is_a_replay(model: onnx.ModelProto, plan: building.Pla
     tile = next(c for c in kernel.candidates(workload, plan.machine) if c.placement == "tile")
     here = Conditions(host(), 1, toolchain(), kernel.digest(workload, plan.machine))
     Log([tmp_path / "log"]).append(Record.of(workload, Verdict("wins", tile, 0.9, (0.88, 0.93), 0.001, 30, "quicker"), here))
-    for used in ("Worker", "LocalDevice"):
+    for used in ("ForkServer", "LocalDevice"):
         if hasattr(device, used):
             monkeypatch.setattr(device, used, lambda *_, **__: pytest.fail("something is measured"))
 

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -182,7 +181,7 @@ def test_whole_model_is_compared_with_the_rival_that_is_hardest_on_it(
 ) -> None:
     sessions = [building.compile_model(building.prepare(model), plan, Chooser("always", plan.machine)) for _ in range(3)]
     cost = dict(zip(map(id, sessions), (1.0, 0.9, 1.25), strict=True))
-    monkeypatch.setattr(tuning, "bound", lambda session, feeds: SimpleNamespace(call=lambda: cost[id(session)]))
+    monkeypatch.setattr(tuning, "bound", lambda session, feeds: lambda: cost[id(session)])
     monkeypatch.setattr(tuning, "_seconds", lambda call, repeats: call())
     found = tuning.compare_whole(sessions[0], {"always": sessions[1], "never": sessions[2]}, 0.0, Candidate("register", 0))
     assert found.ratio == pytest.approx(1 / 0.9) and found.why == "whole model against always" and found.aa_noise == 0

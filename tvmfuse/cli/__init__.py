@@ -20,6 +20,7 @@ from .diagnosing import doctor
 from .explaining import explain
 from .output import say
 from .reporting import report
+from .serving import serve
 from .timing import bench
 from .tuning import demo, tune
 
@@ -82,6 +83,6 @@ def options(
     """
 
 
-for command in (build, run, tune, bench, explain, report, check, demo, doctor):
+for command in (build, run, tune, bench, explain, report, check, demo, doctor, serve):
     app.command()(command)
 app.add_typer(log.app, name="log", help="Look after tuning logs: stats, verify, compact, merge.")

@@ -30,6 +30,7 @@ Fuse = Annotated[Literal["measured", "always", "never"], typer.Option(help="Wher
 Numerics = Annotated[
     Literal["exact", "relaxed"], typer.Option(help="relaxed: 3x3 convolutions may take Winograd's algorithm, whose bits are its own.")
 ]
+Rpc = Annotated[str | None, typer.Option(metavar="HOST:PORT/KEY", help="A TVM RPC tracker and a key: devices there, not this CPU.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

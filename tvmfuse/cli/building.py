@@ -14,7 +14,7 @@ import typer
 import tvmfuse
 
 from ..errors import UsageError
-from .arguments import AsJson, Fuse, Logs, Model, Numerics, Shapes, Threads, holds_artifact, parse_shapes, parse_target
+from .arguments import AsJson, Fuse, Logs, Model, Numerics, Rpc, Shapes, Threads, holds_artifact, parse_shapes, parse_target
 from .output import check_output, print_table, say, show, written
 
 
@@ -25,6 +25,7 @@ def build(
     fuse: Fuse = "measured",
     threads: Threads = None,
     target: Annotated[str | None, typer.Option(help="TVM target as JSON, to compile for another CPU; by default this one.")] = None,
+    rpc: Rpc = None,
     logs: Logs = None,
     numerics: Numerics = "exact",
     as_json: AsJson = False,
@@ -32,7 +33,7 @@ def build(
     """Compile a model into an artifact."""
     check_output(output, model)
     session = tvmfuse.build(
-        model, shapes=parse_shapes(shape), target=parse_target(target), threads=threads, fuse=fuse, logs=logs, numerics=numerics
+        model, shapes=parse_shapes(shape), target=parse_target(target), threads=threads, fuse=fuse, logs=logs, numerics=numerics, rpc=rpc
     )
     session.save(output)
     show(session.sites, as_json, artifact=str(output), kernels=session.kernel_count)

@@ -14,9 +14,9 @@ import tvmfuse
 from .. import benching, compare
 from .. import demo as networks
 from ..decide.search import Plan
-from ..errors import TooNoisy
+from ..errors import TooNoisy, UsageError
 from ..values import Site
-from .arguments import AsJson, Logs, Model, Numerics, Shapes, Threads, parse_shapes
+from .arguments import AsJson, Logs, Model, Numerics, Rpc, Shapes, Threads, parse_shapes
 from .output import cells, describe, print_table, progress, say, show, stdout
 
 
@@ -28,10 +28,13 @@ def tune(
     logs: Logs = None,
     numerics: Numerics = "exact",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which sites would be measured, in which order.")] = False,
+    rpc: Rpc = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure each site's placements; record the best."""
     shapes = parse_shapes(shape)
+    if dry_run and rpc:
+        raise UsageError("--dry-run plans for this CPU, not for --rpc")
     if dry_run:
         from .. import tuning  # brings in TVM, which --help doesn't wait for
 
@@ -39,7 +42,9 @@ def tune(
         return
     try:
         with progress(model.name) as report:
-            summary = tvmfuse.tune(model, shapes=shapes, threads=threads, budget=budget, logs=logs, progress=report, numerics=numerics)
+            summary = tvmfuse.tune(
+                model, shapes=shapes, threads=threads, budget=budget, logs=logs, progress=report, numerics=numerics, rpc=rpc
+            )
     except KeyboardInterrupt:
         say("interrupted; what was measured is in the log")
         raise typer.Exit(130) from None

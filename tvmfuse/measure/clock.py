@@ -14,7 +14,8 @@ import functools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
@@ -46,30 +47,38 @@ def stream_bytes(workload: Workload, machine: Machine, working_set: int) -> int:
     return others if others > machine.l1 else 0
 
 
-def timed_module(kernels: Sequence[Kernel], activations: Sequence[int], streamed: int, threads: int) -> tvm.IRModule:
-    """All kernels in one module: `run_i` makes kernel i's launches, `condition_i` prepares the cache for it.
+@dataclass(frozen=True)
+class Timed:
+    """Kernels in one module: `run_i` makes kernel i's launches; its function conditions[i] prepares the cache for it.
 
     Both take kernel i's buffers, then `stream` (max(streamed, 64) bytes of float32) and `sink` (32 float32 a thread).
-    activations   inputs that a producer has just written.
     """
-    launches: dict[int, list[tuple[tirx.PrimFunc, str]]] = {}
+
+    module: tvm.IRModule
+    conditions: tuple[str, ...]
+
+
+def timed_module(kernels: Sequence[Kernel], activations: Sequence[int], streamed: int, threads: int) -> Timed:
+    """activations: inputs that a producer has just written."""
+    alike: dict[int, list[tuple[tirx.PrimFunc, str]]] = {}
     functions: dict[str, tirx.PrimFunc] = {}
 
-    def named(func: tirx.PrimFunc) -> str:
-        """One copy of functions that candidates share, such as the second pass of every separate placement."""
-        alike = launches.setdefault(tvm_ffi.structural_hash(func), [])
-        name = next((name for other, name in alike if tvm_ffi.structural_equal(func, other)), None)
+    def named(kind: str, func: tirx.PrimFunc) -> str:
+        """One copy of functions that candidates share, such as conditioning and the second pass of every separate placement."""
+        known = alike.setdefault(tvm_ffi.structural_hash(func), [])
+        name = next((name for other, name in known if tvm_ffi.structural_equal(func, other)), None)
         if name is None:
-            name = f"launch_{len(functions)}"
-            alike.append((func, name))
+            name = f"{kind}_{len(functions)}"
+            known.append((func, name))
             functions[name] = func.with_attr("global_symbol", name)
         return name
 
+    conditions = []
     for i, kernel in enumerate(kernels):
-        calls = [(named(launch.func), launch.args) for launch in kernel.launches]
-        for name, body in ((f"run_{i}", _run(calls)), (f"condition_{i}", _condition(kernel, activations, streamed, threads))):
-            functions[name] = _function(name, kernel, streamed, threads, body)
-    return tvm.IRModule(functions)
+        calls = [(named("launch", launch.func), launch.args) for launch in kernel.launches]
+        functions[f"run_{i}"] = _function(kernel, range(len(kernel.buffers)), streamed, threads, _run(calls), f"run_{i}")
+        conditions.append(named("condition", _function(kernel, activations, streamed, threads, _condition(activations, streamed, threads))))
+    return Timed(tvm.IRModule(functions), tuple(conditions))
 
 
 def conditioning_shapes(streamed: int, threads: int) -> tuple[int, int]:
@@ -77,11 +86,14 @@ def conditioning_shapes(streamed: int, threads: int) -> tuple[int, int]:
     return max(streamed, LINE_BYTES) // 4, LANES_APART * threads
 
 
-def _function(name: str, kernel: Kernel, streamed: int, threads: int, body: Callable[..., None]) -> tirx.PrimFunc:
+def _function(
+    kernel: Kernel, read: Collection[int], streamed: int, threads: int, body: Callable[..., None], name: str = "condition"
+) -> tirx.PrimFunc:
+    """Of all buffers, but a buffer that isn't `read` is an opaque handle: its shape makes no difference then."""
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True, "tirx.is_scheduled": True})
-        buffers = [T.arg(f"p{i}", T.buffer(b.shape, b.dtype)) for i, b in enumerate(kernel.buffers)]
+        buffers = [T.arg(f"p{i}", T.buffer(b.shape, b.dtype) if i in read else T.handle()) for i, b in enumerate(kernel.buffers)]
         extents = conditioning_shapes(streamed, threads)
         body(buffers, *(T.arg(label, T.buffer((extent,), "float32")) for label, extent in zip(("stream", "sink"), extents, strict=True)))
     return builder.get()
@@ -95,15 +107,14 @@ def _run(calls: Sequence[tuple[str, tuple[int, ...]]]) -> Callable[..., None]:
     return body
 
 
-def _condition(kernel: Kernel, activations: Sequence[int], streamed: int, threads: int) -> Callable[..., None]:
+def _condition(activations: Sequence[int], streamed: int, threads: int) -> Callable[..., None]:
     """Read one element of each cache line, every thread its share, so that private caches are conditioned too."""
 
     def body(buffers: Sequence[tirx.Buffer], stream: tirx.Buffer, sink: tirx.Buffer) -> None:
         read = [(stream, conditioning_shapes(streamed, threads)[0], "float32")] if streamed else []
         for index in activations:
-            shape, dtype = kernel.buffers[index].shape, kernel.buffers[index].dtype
-            flat = T.decl_buffer((math.prod(shape),), dtype, data=buffers[index].data)
-            read.append((flat, math.prod(shape), dtype))
+            size, dtype = math.prod(int(extent) for extent in buffers[index].shape), str(buffers[index].dtype)
+            read.append((T.decl_buffer((size,), dtype, data=buffers[index].data), size, dtype))
         with T.parallel(0, threads) if threads > 1 else T.serial(0, 1) as thread:
             T.buffer_store(sink, tirx.const(0.0, "float32"), [thread * LANES_APART])
             for buffer, extent, dtype in read:
@@ -120,10 +131,10 @@ def _condition(kernel: Kernel, activations: Sequence[int], streamed: int, thread
 class Stopwatch:
     """Samples of one kernel of a `timed_module`, here or in any process that has loaded the module."""
 
-    def __init__(self, module: tvm.runtime.Module, index: int, arguments: Sequence[tvm.runtime.Tensor], hot: bool) -> None:
+    def __init__(self, module: tvm.runtime.Module, index: int, condition: str, arguments: Sequence[tvm.runtime.Tensor], hot: bool) -> None:
         self._run, self._arguments = module[f"run_{index}"], arguments
         # Registered as the native function that it is: no interpreter runs between conditioning and kernel.
-        tvm_ffi.register_global_func("tvmfuse.condition", module[f"condition_{index}"], override=True)
+        tvm_ffi.register_global_func("tvmfuse.condition", module[condition], override=True)
         timed = functools.partial(module.time_evaluator, f"run_{index}", tvm.cpu(), f_preproc="tvmfuse.condition")
         once_s = min(timed(number=1, repeat=RUNS_OF_SLOW)(*arguments).results)
         number = max(1, min(MAX_HOT_RUNS, math.ceil(HOT_RUN_S / max(once_s, 1e-9)))) if hot else 1

@@ -1,50 +1,83 @@
-"""This machine as a measuring device: candidates are compiled, checked and timed in processes that may crash or hang.
+"""Candidates compiled here, checked and timed in processes that may crash or hang: here, or on devices over RPC.
 
-    check          compile in one process, load and compare bits in another
+    check          compile in processes that do only that, load and compare bits in another
     screen         time each candidate in that other process
     open_process   a fresh process with some kernels side by side, for pairs
 
-A device is whatever has these three methods; one over RPC would differ in where its workers run.
+A device is whatever has these three methods. Where its processes run is a `Place`; several equal ones share out the candidates.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import json
+import itertools
 import math
-import os
-import selectors
-import signal
-import subprocess
-import sys
 import tempfile
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tvm
 from tvm.target import Target
 
 from .. import kernel as kernels_of
-from ..errors import DeviceError, ScheduleRefused
+from ..errors import DeviceError, DeviceLost, ScheduleRefused
 from ..kernel.family import Kernel
 from ..values import Candidate, Conv2d, Conv2dTranspose, Elementwise, Epilogue, Machine, Matmul, Measurement, Workload
 from . import clock
+from .forkserver import ForkServer, Worker
+from .host import default_threads, is_foreign
+from .pool import Pool
 from .worker import draw
 
 SEED = 20
 COMPILE_TIMEOUT_S = 300.0
-# Processes that start, which takes a second of CPU each, while the compiler has only one core: one to screen, three for a first look.
-SPARES = 4
 # Of a relaxed candidate, relative to the largest result: on normal data F(4x4) is off by some 1e-6, a wrong kernel by 1e-2 and more.
 MAX_RELATIVE_ERROR = 1e-4
-DEATH_TIMEOUT_S = 5.0
+KEPT_BYTES = 1 << 28  # of packed weights, for the next process that loads them
 BuildKernel = Callable[[Workload, Candidate, Machine], Kernel]
+
+
+class Runner(Protocol):
+    """A process that answers what `worker` says, here or elsewhere."""
+
+    alive: bool
+
+    def ask(self, do: str, timeout_s: float, **arguments: Any) -> Any:
+        """Raises DeviceError when the request fails or the process dies, DeviceLost when the device it runs on is gone."""
+
+    def close(self) -> None: ...
+
+
+class Place:
+    """Where runners run: this machine. It keeps the process that checks and screens, which belongs to one device at a time."""
+
+    screener: Runner | None = None
+    screens_for: object = None
+    referenced: frozenset[str | None] = frozenset()  # algorithms whose reference the screener holds
+
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+
+    def start(self, threads: int) -> Runner:
+        """A process that nothing has run in. Raises DeviceLost when the place is gone."""
+        return self._server.start(threads)
+
+    def put(self, path: Path) -> str:
+        """What a runner calls this file."""
+        return str(path)
+
+    def end_screening(self) -> None:
+        if self.screener:
+            self.screener.close()
+        self.screener = None
 
 
 def constant_inputs(workload: Workload) -> tuple[bool, ...]:
@@ -74,113 +107,55 @@ def in_float64(workload: Workload) -> Workload:
     return Workload(dataclasses.replace(workload.anchor, dtype=wide(workload.anchor.dtype)), Epilogue(steps, operands))
 
 
-class Worker:
-    """A child process that answers requests; what it cannot survive becomes a DeviceError here, and it is gone."""
-
-    def __init__(self, threads: int) -> None:
-        environment = os.environ | {
-            "TVM_NUM_THREADS": str(threads),
-            "TVM_BIND_THREADS": "0",  # TVM would pin its workers, not the main thread: every second process would be slow
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))),
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.worker"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, bufsize=0,
-        )  # fmt: skip
-        self._received = b""
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, do: str, timeout_s: float, **arguments: Any) -> Any:
-        """Raises DeviceError when the request fails, or when the process dies or doesn't answer in time."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-            answer = json.loads(self._line(timeout_s))
-        except TimeoutError:
-            self.close()
-            raise DeviceError(f"no answer within {timeout_s:.0f} s") from None
-        except (OSError, EOFError):
-            raise DeviceError(f"the process died: {self._cause_of_death()}") from None
-        if "error" in answer:
-            raise DeviceError(answer["error"])
-        return answer["value"]
-
-    def _line(self, timeout_s: float) -> bytes:
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._received:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError
-                chunk = os.read(self._process.stdout.fileno(), 1 << 16)
-                if not chunk:
-                    raise EOFError
-                self._received += chunk
-        line, _, self._received = self._received.partition(b"\n")
-        return line
-
-    def _cause_of_death(self) -> str:
-        try:
-            status = self._process.wait(DEATH_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.close()
-            return "it closed its pipe and stayed"
-        if status >= 0:
-            return f"exit status {status}"
-        memory = " (out of memory?)" if -status == signal.SIGKILL else ""
-        return f"{signal.Signals(-status).name}{memory}"
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
 @dataclass(frozen=True)
 class _Compiled:
     kernel: Kernel
     library: Path
     index: int
+    condition: str
 
 
-class LocalDevice:
-    """Candidates of one model's sites, on this machine's CPU.
+class Device:
+    """Candidates of one model's sites, measured on equal places; one workload is held at a time.
 
     build_kernel  such as `kernel.build_kernel`. working_set: bytes that the model touches in one run.
-    timeout_s     after which a kernel counts as hanging.
-    Use it as a context manager: it keeps other tuning runs off the machine meanwhile. One workload is held at a time.
-    Raises        DeviceError, on entering, when somebody else is measuring here.
+    server        starts the processes that compile. timeout_s: after which a kernel counts as hanging.
+    Use it as a context manager. Several may share a pool and a server, each in a thread of its own.
+    Raises        DeviceLost, from each method, when no place is left.
     """
 
-    def __init__(self, build_kernel: BuildKernel, target: Target, machine: Machine, working_set: int, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        build_kernel: BuildKernel,
+        target: Target,
+        machine: Machine,
+        working_set: int,
+        pool: Pool[Place],
+        server: ForkServer,
+        timeout_s: float = 60.0,
+    ) -> None:
         self._build_kernel, self._target, self._machine = build_kernel, target, machine
-        self._working_set, self._timeout_s = working_set, timeout_s
+        self._working_set, self._pool, self._server, self._timeout_s = working_set, pool, server, timeout_s
         self._workload: Workload | None = None
+        self._default: Candidate | None = None
         self._compiled: dict[Candidate, _Compiled] = {}
-        self._compiler: Worker | None = None
-        self._screener: Worker | None = None
-        self._referenced: set[str | None] = set()  # algorithms whose reference the screener holds
+        self._compilers: list[Worker] = []
+        self._libraries = itertools.count()
+        self._constants = _Constants()
+        self._referring = threading.Lock()  # one place at a time finds out what the others refer to
         self._leaders: dict[str | None, Candidate] = {}  # algorithm -> the candidate that has its reference bits
         self._relative_errors: dict[str | None, float] = {}
         self._double: list[_Compiled] = []  # the workload in float64, once it was needed
-        self._spares: list[Worker] = []
 
-    def __enter__(self) -> LocalDevice:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(clock.quiet_machine())
-            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tvmfuse-")))
-            self._stack = stack.pop_all()
+    def __enter__(self) -> Device:
+        self._temporary = tempfile.TemporaryDirectory(prefix="tvmfuse-")
+        self._folder = Path(self._temporary.name)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_screening()
-        for worker in (*self._spares, *([self._compiler] if self._compiler else [])):
-            worker.close()
-        self._stack.close()
+        for compiler in self._compilers:
+            compiler.close()
+        self._temporary.cleanup()
 
     # the three methods of a measurer
 
@@ -191,48 +166,46 @@ class LocalDevice:
         whose results have to be within MAX_RELATIVE_ERROR of float64's.
         """
         self._turn_to(workload)
-        self._default = default = candidates[0]
-        errors = self._compile([c for c in candidates if c not in self._compiled])
-        for candidate in candidates:
-            if default in errors:
-                break
-            if candidate not in errors:
-                error = self._compare(candidate)
-                if error is not None:
-                    errors[candidate] = error
-        return [errors.get(c, f"the default failed: {errors[default]}" if default in errors else None) for c in candidates]
+        default = candidates[0]
+        if default != self._default:
+            self._default, self._leaders, self._relative_errors = default, {}, {}
+        errors: dict[Candidate, str | None] = dict(self._compile([c for c in candidates if c not in self._compiled]))
+        if default not in errors:
+            sound = [c for c in candidates if c not in errors]
+            errors |= dict(zip(sound, self._pool.map(self._compare, sound), strict=True))
+        failed = errors.get(default)
+        return [errors.get(c) or (f"the default failed: {failed}" if failed else None) for c in candidates]
 
     def screen(self, workload: Workload, candidates: Sequence[Candidate]) -> list[Measurement]:
         """One sample of each candidate, which has passed `check`."""
-        return [self._sample(candidate) for candidate in candidates]
+        self._constants.trim(KEPT_BYTES)
+        return self._pool.map(self._sample, candidates)
 
     @contextlib.contextmanager
     def open_process(self, workload: Workload, candidates: Sequence[Candidate]) -> Iterator[_Pairs]:
-        """A fresh process with these kernels, which have passed `check`, in slots 0, 1, ...; kernels may repeat."""
-        self._end_screening()
-        worker = self._start()
-        try:
-            for slot, candidate in enumerate(candidates):
-                self._load(worker, slot, candidate)
-            yield _Pairs(worker, self._timeout_s)
-        finally:
-            worker.close()
+        """A fresh process with these kernels, which have passed `check`, in slots 0, 1, ...; kernels may repeat.
+
+        When its place is lost, another one takes over from the next pair on: both times of a pair are of one process.
+        """
+        self._constants.trim(KEPT_BYTES)
+        with _Pairs(lambda place: self._fresh(place, candidates), self._pool, self._timeout_s) as pairs:
+            yield pairs
 
     # how
 
     def _turn_to(self, workload: Workload) -> None:
         if workload == self._workload:
             return
-        self._end_screening()
         for library in {compiled.library for compiled in (*self._compiled.values(), *self._double)}:
             library.unlink()
+        self._constants.trim(0)
         self._workload, self._compiled, self._double = workload, {}, []
-        self._leaders, self._relative_errors = {}, {}
+        self._default = None
         self._streamed = clock.stream_bytes(workload, self._machine, self._working_set)
         self._is_constant = constant_inputs(workload)
 
     def _compile(self, candidates: Sequence[Candidate]) -> dict[Candidate, str]:
-        """Into one library; if that fails, each candidate alone, so that only the culprits fail."""
+        """Into a library a compiler; if one fails, each of its candidates alone, so that only the culprits fail."""
         assert self._workload is not None
         errors: dict[Candidate, str] = {}
         kernels: dict[Candidate, Kernel] = {}
@@ -241,112 +214,128 @@ class LocalDevice:
                 kernels[candidate] = self._build_kernel(self._workload, candidate, self._machine)
             except ScheduleRefused as refusal:
                 errors[candidate] = str(refusal)
-        try:
-            self._compile_together(kernels)
-        except DeviceError as error:
-            for candidate, kernel in kernels.items():
-                try:
-                    if len(kernels) == 1:
-                        raise error
-                    self._compile_together({candidate: kernel})
-                except DeviceError as cause:
-                    errors[candidate] = f"doesn't compile: {cause}"
+        shares = [dict(list(kernels.items())[i :: default_threads()]) for i in range(min(default_threads(), len(kernels)))]
+        self._compilers += [self._server.start(threads=1) for _ in range(len(shares) - len(self._compilers))]
+        with ThreadPoolExecutor(max(1, len(shares))) as executor:
+            for failed in executor.map(self._compile_share, range(len(shares)), shares):
+                errors |= failed
         return errors
 
-    def _compile_together(self, kernels: dict[Candidate, Kernel]) -> None:
-        if kernels:
-            compiled = self._link(list(kernels.values()))
-            self._compiled |= dict(zip(kernels, compiled, strict=True))
+    def _compile_share(self, number: int, kernels: dict[Candidate, Kernel]) -> dict[Candidate, str]:
+        try:
+            self._compile_together(number, kernels)
+            return {}
+        except DeviceError as error:
+            if len(kernels) == 1:
+                return dict.fromkeys(kernels, f"doesn't compile: {error}")
+        errors: dict[Candidate, str] = {}
+        for candidate, kernel in kernels.items():
+            errors |= self._compile_share(number, {candidate: kernel})
+        return errors
 
-    def _link(self, kernels: list[Kernel]) -> list[_Compiled]:
+    def _compile_together(self, number: int, kernels: dict[Candidate, Kernel]) -> None:
+        self._compiled |= dict(zip(kernels, self._link(number, list(kernels.values())), strict=True))
+
+    def _link(self, number: int, kernels: Sequence[Kernel]) -> list[_Compiled]:
+        """By one of the compilers, into one library."""
         activations = [i for i, constant in enumerate(self._is_constant) if not constant]
-        module = clock.timed_module(kernels, activations, self._streamed, self._machine.threads)
-        if self._compiler is None or not self._compiler.alive:
-            self._compiler = Worker(threads=1)
-        source, library = self._folder / "module.json", self._folder / f"{time.monotonic_ns()}.so"
-        source.write_text(tvm.ir.save_json([module, self._target]))
-        self._spares += [Worker(self._machine.threads) for _ in range(SPARES - len(self._spares))]
-        self._compiler.ask("compile", COMPILE_TIMEOUT_S, module=str(source), library=str(library))
-        for spare in self._spares:
-            spare.ask("ready", COMPILE_TIMEOUT_S)
-        return [_Compiled(kernel, library, i) for i, kernel in enumerate(kernels)]
+        timed = clock.timed_module(kernels, activations, self._streamed, self._machine.threads)
+        if not self._compilers[number].alive:
+            self._compilers[number] = self._server.start(threads=1)
+        source = self._folder / f"module{number}.json"
+        # Objects are linked on the device where there may be no linker for it here
+        library = self._folder / f"{next(self._libraries)}.{'tar' if is_foreign(self._target) else 'so'}"
+        source.write_text(tvm.ir.save_json([timed.module, self._target]))
+        self._compilers[number].ask("compile", COMPILE_TIMEOUT_S, module=str(source), library=str(library))
+        return [_Compiled(kernel, library, i, timed.conditions[i]) for i, kernel in enumerate(kernels)]
 
-    def _start(self) -> Worker:
-        """A process that nothing has run in."""
-        worker = self._spares.pop() if self._spares else Worker(self._machine.threads)
-        worker.ask("open", self._timeout_s, streamed=self._streamed, threads=self._machine.threads, seed=SEED)
-        return worker
+    def _start(self, place: Place) -> Runner:
+        runner = place.start(self._machine.threads)
+        runner.ask("open", self._timeout_s, streamed=self._streamed, threads=self._machine.threads, seed=SEED)
+        return runner
 
-    def _screening(self) -> Worker:
+    def _fresh(self, place: Place, candidates: Sequence[Candidate]) -> Runner:
+        place.end_screening()
+        runner = self._start(place)
+        try:
+            for slot, candidate in enumerate(candidates):
+                self._load(place, runner, slot, candidate)
+        except BaseException:
+            runner.close()
+            raise
+        return runner
+
+    def _screening(self, place: Place) -> Runner:
         """The process that checks and screens."""
-        if self._screener is None or not self._screener.alive:
-            self._screener, self._referenced = self._start(), set()
-            self._refer_to(self._screener, self._default)
-        return self._screener
+        assert self._default is not None
+        wanted = self, self._workload, self._default
+        if place.screener is None or not place.screener.alive or place.screens_for != wanted:
+            place.end_screening()
+            place.screener, place.screens_for, place.referenced = self._start(place), wanted, frozenset()
+            self._refer_to(place, place.screener, self._default)
+        return place.screener
 
-    def _refer_to(self, worker: Worker, leader: Candidate) -> None:
-        """Have the leader's results in the process as the reference for its algorithm."""
-        if leader.algorithm not in self._referenced:
-            self._load(worker, 0, leader)
-            if leader.algorithm and leader.algorithm not in self._relative_errors:
-                self._measure_error(worker, leader)
-            worker.ask("reference", self._timeout_s, slot=0, algorithm=str(leader.algorithm))
-            self._referenced.add(leader.algorithm)
-            self._leaders[leader.algorithm] = leader
+    def _refer_to(self, place: Place, runner: Runner, candidate: Candidate) -> None:
+        """Have the results of the leader of a candidate's algorithm in the process as the reference; without one, the candidate leads."""
+        algorithm = candidate.algorithm
+        if algorithm in place.referenced:
+            return
+        with self._referring:
+            leader = self._leaders.get(algorithm, candidate)
+            self._load(place, runner, 0, leader)
+            if algorithm and algorithm not in self._relative_errors:
+                self._measure_error(place, runner, leader)
+            runner.ask("reference", self._timeout_s, slot=0, algorithm=str(algorithm))
+            self._leaders[algorithm] = leader
+        place.referenced |= {algorithm}
 
-    def _measure_error(self, worker: Worker, relaxed: Candidate) -> None:
+    def _measure_error(self, place: Place, runner: Runner, relaxed: Candidate) -> None:
         """Of a relaxed candidate, which is in slot 0. Raises DeviceError when it is off by too much."""
         assert self._workload is not None
         if not self._double:
             double = in_float64(self._workload)
-            self._double = self._link([kernels_of.build_kernel(double, kernels_of.candidates(double, self._machine)[0], self._machine)])
-        self._load_compiled(worker, 1, self._double[0])
-        worker.ask("take_precise", self._timeout_s, slot=1)
-        error = worker.ask("relative_error", self._timeout_s, slot=0)
+            self._double = self._link(0, [kernels_of.build_kernel(double, kernels_of.candidates(double, self._machine)[0], self._machine)])
+        self._load_compiled(place, runner, 1, self._double[0], "float64")
+        runner.ask("take_precise", self._timeout_s, slot=1)
+        error = runner.ask("relative_error", self._timeout_s, slot=0)
         if not error <= MAX_RELATIVE_ERROR:  # NaN neither
             raise DeviceError(f"wrong results: off by {error:.2g} of the largest from float64")
         self._relative_errors[relaxed.algorithm] = error
 
-    def _end_screening(self) -> None:
-        if self._screener:
-            self._screener.close()
-        self._screener = None
-
-    def _compare(self, candidate: Candidate) -> str | None:
+    def _compare(self, place: Place, candidate: Candidate) -> str | None:
         try:
-            worker = self._screening()
-            self._refer_to(worker, self._leaders.get(candidate.algorithm, candidate))
-            self._load(worker, 1, candidate)
-            return worker.ask("compare", self._timeout_s, slot=1, algorithm=str(candidate.algorithm))
+            runner = self._screening(place)
+            self._refer_to(place, runner, candidate)
+            self._load(place, runner, 1, candidate)
+            return runner.ask("compare", self._timeout_s, slot=1, algorithm=str(candidate.algorithm))
         except DeviceError as failure:
-            self._end_screening()  # what else did it write? The next one gets a new process
+            place.end_screening()  # what else did it write? The next one gets a new process
             return str(failure)
 
-    def _sample(self, candidate: Candidate) -> Measurement:
+    def _sample(self, place: Place, candidate: Candidate) -> Measurement:
         try:
-            worker = self._screening()
-            self._load(worker, 1, candidate)
-            seconds = worker.ask("time", self._timeout_s, slot=1)
+            runner = self._screening(place)
+            self._load(place, runner, 1, candidate)
+            seconds = runner.ask("time", self._timeout_s, slot=1)
             return Measurement(candidate, (seconds,), relative_error=self._relative_errors.get(candidate.algorithm))
         except DeviceError as failure:
             return Measurement(candidate, error=str(failure))
 
-    def _load(self, worker: Worker, slot: int, candidate: Candidate) -> None:
-        self._load_compiled(worker, slot, self._compiled[candidate])
+    def _load(self, place: Place, runner: Runner, slot: int, candidate: Candidate) -> None:
+        self._load_compiled(place, runner, slot, self._compiled[candidate], candidate)
 
-    def _load_compiled(self, worker: Worker, slot: int, compiled: _Compiled) -> None:
+    def _load_compiled(self, place: Place, runner: Runner, slot: int, compiled: _Compiled, key: object) -> None:
+        """key  of what its constants are kept under."""
         kernel = compiled.kernel
-        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-            constants = {}
-            for i in range(kernel.inputs):
-                if self._is_constant[i]:
-                    path, array = Path(folder) / f"{i}.npy", self._constant(kernel, i)
-                    np.save(path, array)
-                    constants[str(i)] = str(path), hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
-            worker.ask(
-                "load", self._timeout_s, slot=slot, library=str(compiled.library), index=compiled.index, inputs=kernel.inputs,
-                buffers=[(b.shape, b.dtype) for b in kernel.buffers], results=kernel.results, constants=constants,
-            )  # fmt: skip
+        constants = {}
+        for i in range(kernel.inputs):
+            if self._is_constant[i]:
+                path, digest = self._constants.file((key, i), self._folder, functools.partial(self._constant, kernel, i))
+                constants[str(i)] = place.put(path), digest
+        runner.ask(
+            "load", self._timeout_s, slot=slot, library=place.put(compiled.library), index=compiled.index, condition=compiled.condition,
+            inputs=kernel.inputs, buffers=[(b.shape, b.dtype) for b in kernel.buffers], results=kernel.results, constants=constants,
+        )  # fmt: skip
 
     def _constant(self, kernel: Kernel, index: int) -> np.ndarray:
         """The same canonical numbers for every candidate, packed as this one wants them; weights keep sums near 1."""
@@ -364,12 +353,105 @@ class LocalDevice:
         return np.ascontiguousarray(packer(array) if packer else array)
 
 
-@dataclass(frozen=True)
+class _Constants:
+    """Packed weights as files, named by their digest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._digests: dict[object, str] = {}
+        self._paths: dict[str, Path] = {}
+
+    def file(self, key: object, folder: Path, make: Callable[[], np.ndarray]) -> tuple[Path, str]:
+        """Where make() is, and its digest; equal keys make equal arrays."""
+        with self._lock:
+            if self._digests.get(key) not in self._paths:
+                array = make()
+                self._digests[key] = digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
+                if digest not in self._paths:
+                    self._paths[digest] = folder / f"{digest}.npy"
+                    np.save(self._paths[digest], array)
+            return self._paths[self._digests[key]], self._digests[key]
+
+    def trim(self, to_bytes: int) -> None:
+        """Delete the oldest beyond so many bytes, while nobody loads them."""
+        kept = 0
+        for digest, path in reversed(list(self._paths.items())):
+            kept += path.stat().st_size
+            if kept > to_bytes:
+                path.unlink()
+                del self._paths[digest]
+
+
 class _Pairs:
-    worker: Worker
-    timeout_s: float
+    """A fresh process for pairs, which `begin` starts on a place of the pool; a new one elsewhere when that place is lost."""
+
+    def __init__(self, begin: Callable[[Place], Runner], pool: Pool[Place], timeout_s: float) -> None:
+        self._begin, self._pool, self._timeout_s = begin, pool, timeout_s
+
+    def __enter__(self) -> _Pairs:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._place is not None:
+            self._runner.close()
+            self._pool.give_back(self._place)
 
     def pair(self, first: int, second: int) -> tuple[float, float]:
-        """Seconds of the kernel in slot `first`, then in slot `second`. Raises DeviceError when one crashes or hangs."""
-        a, b = self.worker.ask("pair", self.timeout_s, first=first, second=second)
+        """Seconds of the kernel in slot `first`, then in slot `second`.
+
+        Raises DeviceError when one crashes or hangs, DeviceLost when two places in a row are lost, or the last one.
+        """
+        try:
+            a, b = self._runner.ask("pair", self._timeout_s, first=first, second=second)
+        except DeviceLost as loss:
+            self._lose(loss)
+            self._start()
+            try:
+                a, b = self._runner.ask("pair", self._timeout_s, first=first, second=second)
+            except DeviceLost as again:
+                self._lose(again)
+                raise
         return a, b
+
+    def _start(self) -> None:
+        for again in (True, False):
+            self._place: Place | None = self._pool.take()
+            try:
+                self._runner = self._begin(self._place)
+                return
+            except DeviceLost as loss:
+                self._lose(loss)
+                if not again:
+                    raise
+            except BaseException:
+                self._pool.give_back(self._place)
+                raise
+
+    def _lose(self, loss: DeviceLost) -> None:
+        assert self._place is not None
+        self._pool.lose(self._place, loss)
+        self._place = None
+
+
+class LocalDevice(Device):
+    """This machine's CPU. It keeps other tuning runs off the machine meanwhile.
+
+    Raises  DeviceError, on entering, when somebody else is measuring here.
+    """
+
+    def __init__(self, build_kernel: BuildKernel, target: Target, machine: Machine, working_set: int, timeout_s: float = 60.0) -> None:
+        server = ForkServer()
+        super().__init__(build_kernel, target, machine, working_set, Pool([Place(server)]), server, timeout_s)
+
+    def __enter__(self) -> LocalDevice:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._server.close)
+            stack.enter_context(clock.quiet_machine())
+            super().__enter__()
+            stack.push(super().__exit__)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def _llvm_features() -> dict[str, bool]:
 
 def _features(cpu: Mapping[str, str]) -> set[str]:
     """LLVM's features that the operating system lists too: it leaves out what it can't save or was told to hide."""
-    reported = {name for name, on in _llvm_features().items() if on} or _target_features(Target({"kind": "llvm", "mcpu": _llvm_cpu()}))
+    reported = {name for name, on in _llvm_features().items() if on} or target_features(Target({"kind": "llvm", "mcpu": _llvm_cpu()}))
     return {name for name in reported if not _masked(name, cpu)}
 
 
@@ -122,13 +123,18 @@ def _cache_sizes() -> tuple[int, int, int]:
     return l1, l2, found.get(3, l2 if found else Machine.l3)
 
 
+def default_threads() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def host_target(num_cores: int = 1) -> Target:
     """This CPU as LLVM knows it. What its model implies but this machine doesn't offer, as behind a hypervisor, is switched off.
 
     `Target.from_device` gives the model's features alone: a masked one is an illegal instruction.
     """
     plain = Target({"kind": "llvm", "mcpu": _llvm_cpu()})
-    implied, offered, known = _target_features(plain), set(host().features), set(_llvm_features())
+    implied, offered, known = target_features(plain), set(host().features), set(_llvm_features())
     lacking = {f for f in implied - offered if f in known or _masked_by_name(f)}
     attributes = [f"-{f}" for f in sorted(lacking)] + [f"+{f}" for f in sorted(offered - implied)]
     return Target({"kind": "llvm", "mcpu": _llvm_cpu(), "num-cores": num_cores, **({"mattr": attributes} if attributes else {})})
@@ -144,7 +150,13 @@ def _architecture(target: Target) -> str:
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(triple.split("-")[0], triple.split("-")[0])
 
 
-def _target_features(target: Target) -> set[str]:
+def is_foreign(target: Target) -> bool:
+    """Whether code for this target needs another architecture's linker."""
+    return _architecture(target) != _architecture(Target({"kind": "llvm"}))
+
+
+def target_features(target: Target) -> set[str]:
+    """What LLVM may use when it compiles for a target."""
     return {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
 
 
@@ -163,7 +175,7 @@ def isa_of(target: Target) -> ISA:
     architecture = _architecture(target)
     if architecture not in ("x86_64", "aarch64"):
         raise UnsupportedError(f"architecture {architecture}: only x86-64 with AVX2 and FMA, and AArch64 with NEON, are supported")
-    features = _target_features(target)
+    features = target_features(target)
     for isa in (AVX512, AVX2) if architecture == "x86_64" else (NEON,):
         missing = [f for f in NEEDED[isa.name] if f not in features]
         if not missing:
@@ -175,13 +187,15 @@ def isa_of(target: Target) -> ISA:
 def required_features(target: Target) -> tuple[str, ...]:
     """The features, named as in `Host.features`, that a CPU needs to run what is compiled for this target."""
     emitted = EMITTED[_architecture(target)]
-    return tuple(sorted(f for f in _target_features(target) if emitted.fullmatch(f)))
+    return tuple(sorted(f for f in target_features(target) if emitted.fullmatch(f)))
 
 
-def machine(target: Target, threads: int) -> Machine:
-    """What schedules depend on. Cache sizes are this host's when the target is this CPU, else those of `Machine`."""
+def machine(target: Target, threads: int, device: Host | None = None) -> Machine:
+    """What schedules depend on. Without a device, cache sizes are this host's when the target is this CPU, else those of `Machine`."""
     isa = isa_of(target)
-    if target.attrs.get("mcpu") == _llvm_cpu() and _architecture(target) == _architecture(Target({"kind": "llvm"})):
+    if device:
+        return Machine(isa, device.l1, device.l2, device.l3, threads)
+    if target.attrs.get("mcpu") == _llvm_cpu() and not is_foreign(target):
         here = host()
         return Machine(isa, here.l1, here.l2, here.l3, threads)
     return Machine(isa, threads=threads)
@@ -213,7 +227,7 @@ def _check_llvm(target: Target) -> None:
         raise UsageError(f"target: LLVM doesn't know the CPU {str(cpu)!r} for {architecture}")
     for attribute in map(str, target.attrs.get("mattr") or ()):
         switched_on = Target({"kind": "llvm", "mtriple": f"{architecture}-unknown-linux-gnu", "mattr": [f"+{attribute[1:]}"]})
-        if attribute[:1] not in ("+", "-") or attribute[1:] not in _target_features(switched_on):
+        if attribute[:1] not in ("+", "-") or attribute[1:] not in target_features(switched_on):
             raise UsageError(f"target: {attribute!r} is not '+' or '-' and a feature that LLVM knows for {architecture}")
 
 

@@ -1,4 +1,4 @@
-"""The process that compiles, or that runs kernels: told what to do in JSON lines on its standard input, it answers on its output.
+"""The process that compiles, or that runs kernels: told what to do in JSON lines on a socket, it answers there.
 
     {"do": "load", "slot": 1, ...}  ->  {"value": null}  or  {"error": "ValueError: ..."}
 
@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
+import secrets
+import socket
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +24,9 @@ import tvm_ffi
 
 from .clock import Stopwatch, conditioning_shapes
 
-ALIGNMENT = 64
-GUARD_BYTES = 64
+GUARD_BYTES = 64  # also the alignment of what lies between
+SCATTERED_PAGES = 64
+SHIFT_PAGES = 1 << 18
 GUARD = 0xC3
 REFERENCE_POISON, POISON = 0xA5, 0x5A  # different, so that an element that neither writes shows
 MAX_ERROR = 2000  # characters: TVM's messages carry a stack trace
@@ -30,13 +34,19 @@ SPECIALS = (math.nan, math.inf, -math.inf, -0.0, 1e-40, 3e38)
 
 
 class Memory:
-    """A dense array, 64-byte aligned, between guards that show whether a kernel wrote outside."""
+    """A dense array, 64-byte aligned, between guards that show whether a kernel wrote outside.
+
+    It starts a random number of pages into a mapping of its own. Forked processes share their heap's addresses, and two kernels' relative
+    speed can hang on where buffers lie: each process has to draw anew.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
         size = math.prod(shape) * np.dtype(dtype).itemsize
-        self._raw = np.full(size + 2 * GUARD_BYTES + ALIGNMENT, GUARD, np.uint8)
-        self._start = GUARD_BYTES + -(self._raw.ctypes.data + GUARD_BYTES) % ALIGNMENT
-        self._end = self._start + size
+        skipped = secrets.randbelow(SCATTERED_PAGES) * mmap.PAGESIZE
+        raw = np.frombuffer(mmap.mmap(-1, skipped + size + 2 * GUARD_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+        self._raw = raw[skipped:]
+        self._raw[:] = GUARD
+        self._start, self._end = GUARD_BYTES, GUARD_BYTES + size
         self.bytes = self._raw[self._start : self._end]
         self.array = self.bytes.view(dtype).reshape(shape)
         self.tensor = tvm_ffi.from_dlpack(self.array)
@@ -49,9 +59,9 @@ class Memory:
 class Slot:
     """A loaded kernel: its buffers in their order, and which of them are its results."""
 
-    buffers: list[Memory]
-    results: list[Memory]
-    stopwatch: Stopwatch
+    buffers: list[Any]
+    results: list[Any]
+    stopwatch: Any
 
 
 @dataclass
@@ -64,10 +74,23 @@ class Bench:
     hot: bool = False
     slots: dict[int, Slot] = field(default_factory=dict)
     modules: dict[str, tvm.runtime.Module] = field(default_factory=dict)
-    shared: dict[tuple[Any, ...], Memory] = field(default_factory=dict)
+    shared: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     references: dict[str, dict[bool, list[np.ndarray]]] = field(default_factory=dict)
     precise: list[np.ndarray] = field(default_factory=list)
-    constants: weakref.WeakValueDictionary[str, Memory] = field(default_factory=weakref.WeakValueDictionary)
+    constants: weakref.WeakValueDictionary[str, Any] = field(default_factory=weakref.WeakValueDictionary)
+
+    # where it runs
+
+    def memory(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return Memory(shape, dtype)
+
+    def open_library(self, library: str) -> tvm.runtime.Module:
+        return tvm.runtime.load_module(library)
+
+    def stopwatch(self, module: tvm.runtime.Module, index: int, condition: str, arguments: list[Any]) -> Any:
+        return Stopwatch(module, index, condition, arguments, self.hot)
+
+    # requests
 
     def compile(self, module: str, library: str) -> None:
         """Build the (module, target) saved at `module` into a shared library."""
@@ -81,22 +104,30 @@ class Bench:
         for memory in self.conditioning:
             memory.bytes[:] = 0
 
-    def allocate(self, role: tuple[Any, ...], shape: tuple[int, ...], dtype: str) -> Memory:
+    def allocate(self, role: tuple[Any, ...], shape: tuple[int, ...], dtype: str) -> Any:
         key = (*role, shape, dtype)
         if key not in self.shared:
-            self.shared[key] = Memory(shape, dtype)
+            self.shared[key] = self.memory(shape, dtype)
         return self.shared[key]
 
     def load(
-        self, slot: int, library: str, index: int, buffers: list[Any], inputs: int, results: list[int], constants: dict[str, list[str]]
+        self,
+        slot: int,
+        library: str,
+        index: int,
+        condition: str,
+        buffers: list[Any],
+        inputs: int,
+        results: list[int],
+        constants: dict[str, list[str]],
     ) -> None:
-        """Put kernel `index` of a library into a slot and run it.
+        """Put kernel `index` of a library, and the function that conditions the cache for it, into a slot and run it.
 
         buffers    (shape, dtype) of each. constants: input -> (file, digest); equal digests share their memory.
         """
         self.slots.pop(slot, None)
         if library not in self.modules:
-            self.modules[library] = tvm.runtime.load_module(library)
+            self.modules[library] = self.open_library(library)
         memories = []
         for i, (shape, dtype) in enumerate(buffers):
             if str(i) in constants:
@@ -107,19 +138,19 @@ class Bench:
                 if i < inputs:
                     self.fill(memories[-1], i, special=False)
         arguments = [memory.tensor for memory in (*memories, *self.conditioning)]
-        stopwatch = Stopwatch(self.modules[library], index, arguments, self.hot)
+        stopwatch = self.stopwatch(self.modules[library], index, condition, arguments)
         self.slots[slot] = Slot(memories, [memories[i] for i in results], stopwatch)
 
-    def constant(self, path: str, digest: str) -> Memory:
+    def constant(self, path: str, digest: str) -> Any:
         memory = self.constants.get(digest)
         if memory is None:
             array = np.load(path)
-            memory = Memory(array.shape, array.dtype.name)
+            memory = self.memory(array.shape, array.dtype.name)
             memory.array[...] = array
             self.constants[digest] = memory
         return memory
 
-    def fill(self, memory: Memory, index: int, special: bool) -> None:
+    def fill(self, memory: Any, index: int, special: bool) -> None:
         """The same activations in every process: normal, with a few special values if asked for."""
         rng = np.random.default_rng((self.seed, index))
         memory.array[...] = draw(rng, memory.array.shape, memory.array.dtype.name)
@@ -127,12 +158,16 @@ class Bench:
             values = np.array(SPECIALS[: memory.array.size])
             memory.array.reshape(-1)[rng.choice(memory.array.size, len(values), replace=False)] = values.astype(memory.array.dtype)
 
-    def outputs(self, slot: int, special: bool, poison: int) -> list[np.ndarray]:
+    def prepare(self, special: bool, poison: int) -> None:
+        """Fill the inputs, and poison what is to be written."""
         for (role, index, *_), memory in self.shared.items():
             if role == "input":
                 self.fill(memory, index, special)
             elif role in ("result", "scratch"):
                 memory.bytes[:] = poison
+
+    def outputs(self, slot: int, special: bool, poison: int) -> list[np.ndarray]:
+        self.prepare(special, poison)
         self.slots[slot].stopwatch.run()
         return [memory.array.copy() for memory in self.slots[slot].results]
 
@@ -174,9 +209,6 @@ class Bench:
     def time(self, slot: int) -> float:
         return self.slots[slot].stopwatch.sample()
 
-    def ready(self) -> None:
-        """Answers once this process has started."""
-
     def pair(self, first: int, second: int) -> tuple[float, float]:
         return self.time(first), self.time(second)
 
@@ -197,21 +229,17 @@ def count_differing(got: np.ndarray, want: np.ndarray) -> int:
     return int(differ.sum())
 
 
-def main() -> None:
-    """Answer requests until the parent closes the pipe. What kernels or compilers print goes to stderr, not among the answers."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    bench = Bench()
-    with open(0, closefd=False) as requests:
-        for line in requests:
+def main(connection: socket.socket, threads: int, bench: object) -> None:
+    """Call the methods of `bench` that are asked for until the parent closes the connection. Kernels may use so many threads."""
+    os.environ["TVM_NUM_THREADS"] = str(threads)
+    # Whatever is mapped from now on, libraries too, lies elsewhere in each process, as it would if each were started anew.
+    kept = mmap.mmap(-1, (1 + secrets.randbelow(SHIFT_PAGES)) * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+    with connection, kept, connection.makefile("rw") as stream:
+        for line in stream:
             request = json.loads(line)
             try:
                 answer = {"value": getattr(bench, request.pop("do"))(**request)}
             except Exception as error:  # whatever a candidate raises is its result
                 answer = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR]}
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
-
-
-if __name__ == "__main__":
-    main()
+            stream.write(json.dumps(answer) + "\n")
+            stream.flush()
