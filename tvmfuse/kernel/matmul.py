@@ -140,7 +140,11 @@ def _body(
 
     panels, row_tiles = -(-anchor.n // nr), -(-anchor.m // mr)
     with emit.shared_loop(anchor.batch * panels * row_tiles, candidate["threads"]) as work:
-        batch, panel, row_tile = work // (panels * row_tiles), work // row_tiles % panels, work % row_tiles
+        import os
+        if os.environ.get("ROWS"):
+            batch, row_tile, panel = emit.unravel(work, (anchor.batch, row_tiles, panels))
+        else:
+            batch, panel, row_tile = emit.unravel(work, (anchor.batch, panels, row_tiles))
         emit.with_tail(
             panel,
             anchor.n,
