@@ -143,7 +143,7 @@ def refused(candidate: Candidate, workload: Workload = RAGGED) -> str:
 def test_default_takes_few_rows_where_they_would_evict_each_other_from_the_l1() -> None:
     """Rows of 4096 bytes all start in one set of 8 ways; rows of 4096 + 64 bytes spread over all sets."""
     machine = Machine(AVX512, l1=32 << 10)
-    together, apart = (candidates(Workload(Matmul(1, 196, 256, k, "mk", "kn", "mn")), machine)[0]["mr"] for k in (1024, 1040))
+    together, apart = (candidates(Workload(Matmul(1, 196, 32, k, "mk", "kn", "mn")), machine)[0]["mr"] for k in (1024, 1040))
     assert together <= 6 < apart
 
 

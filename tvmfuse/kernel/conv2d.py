@@ -21,8 +21,12 @@ from . import emit, window
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .grain import compute_seconds, threads_for
+from .matmul import panelled
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, tile_cycles
+from .space import assemble, candidates_of, check_tile, tile_cycles, unroll
+
+# Taps of a row of the window, all input channels counted, up to which they stand side by side.
+UNROLLED_TAPS = 12
 
 
 def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
@@ -31,33 +35,34 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
     assert isinstance(anchor, Conv2d)
     lanes = machine.isa.lanes(anchor.dtype)
     per_group = anchor.co // anchor.groups
+    channels = anchor.ci // anchor.groups
     split = threads_for(machine, compute_seconds(workload, machine))
     found = []
     for vectors in range(1, min(8, -(-per_group // lanes)) + 1):
         for th, tw in _blocks(anchor, vectors, machine):
-            found.append((_tile_cycles(anchor, th, tw, vectors, lanes), th, tw, vectors))
+            found.append((_tile_cycles(anchor, th, tw, vectors * lanes, machine), th, tw, vectors))
     modes = _padding_modes(anchor)
-    unroll = anchor.ci // anchor.groups if anchor.ci // anchor.groups <= 4 else 2
+    steps = channels if channels <= 4 else 2
     return [
-        {"th": th, "tw": tw, "nr": vectors * lanes, "ku": unroll, "pad": mode, "threads": split}
+        {"th": th, "tw": tw, "nr": vectors * lanes, "ku": unroll(th * tw * vectors, vectors, steps, machine), "pad": mode, "threads": split}
         for _, th, tw, vectors in sorted(found)
         for mode in modes
         if mode != "inline" or (th == 1 and _few_borders(anchor, tw))
     ]
 
 
-def _tile_cycles(anchor: Conv2d, th: int, tw: int, vectors: int, lanes: int) -> float:
+def _tile_cycles(anchor: Conv2d, th: int, tw: int, nr: int, machine: Machine) -> float:
     """Of one image and group. The last panel, row of tiles and column of tiles may be smaller; each counts with its own cost."""
-    per_group, reduction = -(-anchor.co // anchor.groups // lanes), anchor.kh * anchor.kw * (anchor.ci // anchor.groups)
-    return tile_cycles((anchor.oh, th), (anchor.ow, tw), (per_group, vectors), reduction)
+    reduction = anchor.kh * anchor.kw * (anchor.ci // anchor.groups)
+    lanes = machine.isa.lanes(anchor.dtype)
+    return tile_cycles((anchor.oh, th), (anchor.ow, tw), (anchor.co // anchor.groups, nr), reduction, lanes, machine)
 
 
 def cycles(workload: Workload, candidate: Candidate, machine: Machine) -> float:
     """Of the whole convolution by the analytic prior, on the threads that the candidate uses."""
     anchor = workload.anchor
     assert isinstance(anchor, Conv2d)
-    lanes = machine.isa.lanes(anchor.dtype)
-    one = _tile_cycles(anchor, candidate["th"], candidate["tw"], candidate["nr"] // lanes, lanes)
+    one = _tile_cycles(anchor, candidate["th"], candidate["tw"], candidate["nr"], machine)
     return anchor.n * anchor.groups * one / candidate["threads"]
 
 
@@ -106,7 +111,10 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
         raise ScheduleRefused(f"padding {anchor.padding} has to be copied or inline")
     if candidate["pad"] == "inline" and (th > 1 or not _few_borders(anchor, tw)):
         raise ScheduleRefused("inline padding needs tiles of one row of which few cross the border")
-    weights = Buffer((anchor.groups * _panel_columns(anchor, lanes) * anchor.kh * anchor.kw * (anchor.ci // anchor.groups),), anchor.dtype)
+    weights = Buffer(
+        (anchor.groups * emit.padded(anchor.co // anchor.groups, nr, lanes) * anchor.kh * anchor.kw * (anchor.ci // anchor.groups),),
+        anchor.dtype,
+    )
 
     def compute(epilogue: Epilogue, operands: tuple[Buffer, ...], dtype: str) -> Launch:
         buffers = (Buffer(anchor.input_shapes()[0], anchor.dtype), weights, *operands, Buffer(anchor.output_shape(), dtype))
@@ -116,10 +124,6 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
 
     inputs = (Buffer(anchor.input_shapes()[0], anchor.dtype), weights)
     return assemble(workload, candidate, machine, inputs, compute, {1: lambda array: pack(anchor, array, nr, lanes)})
-
-
-def _panel_columns(anchor: Conv2d, lanes: int) -> int:
-    return -(-(anchor.co // anchor.groups) // lanes) * lanes
 
 
 def _body(
@@ -134,9 +138,9 @@ def _body(
     row_stride, pixel_stride = image.strides[1], image.strides[2]
 
     def micro(n: Index, group: Index, panel: Index, width: int, oh0: Index, rows: int, ow0: Index, columns: int) -> None:
-        tile = RegisterTile(rows * columns, width, lanes, anchor.dtype)
-        panel_width = tile.vectors * lanes
-        weights = (group * _panel_columns(anchor, lanes) + panel * nr) * taps
+        tile = RegisterTile(rows * columns, width, emit.lanes_for(width, lanes), anchor.dtype)
+        panel_width = tile.vectors * tile.lanes
+        weights = (group * emit.padded(per_group, nr, lanes) + panel * nr) * taps
 
         def column(dx: int, kw: Index) -> Index:
             return (ow0 + dx) * anchor.stride[1] - left + kw * anchor.dilation[1]
@@ -144,24 +148,25 @@ def _body(
         def accumulate(kh: Index, kw: Index, blank: bool) -> None:
             def step(ci: Index) -> None:
                 start = weights + ((kh * anchor.kw + kw) * channels + ci) * panel_width
-                row_of_w = [w.load(start + vector * lanes, lanes) for vector in range(tile.vectors)]
+                row_of_w = [w.load(start + vector * tile.lanes, tile.lanes) for vector in range(tile.vectors)]
                 for dy in range(rows):
                     for dx in range(columns):
                         iw = column(dx, kw)
                         outside = blank or (isinstance(iw, int) and not 0 <= iw < image.shape[2])
                         if outside:
-                            value = emit.constant(0.0, anchor.dtype, lanes)
+                            value = emit.constant(0.0, anchor.dtype, tile.lanes)
                         else:
                             ih = (oh0 + dy) * anchor.stride[0] - top + kh * anchor.dilation[0]
                             at = n * image.strides[0] + ih * row_stride + iw * pixel_stride + group * channels + ci
-                            value = emit.splat(image.scalar(at), lanes)
+                            value = emit.splat(image.scalar(at), tile.lanes)
                         for vector in range(tile.vectors):
                             tile.accumulate(dy * columns + dx, vector, value, row_of_w[vector])
 
             emit.reduce_over(channels, candidate["ku"], step)
 
         def row_of_taps(kh: Index, blank: bool) -> None:
-            if inline and isinstance(ow0, int):  # which taps are outside depends on kw: it has to be known
+            # which taps are outside depends on kw: it has to be known; and loops of a few steps cost more than what is in them
+            if (inline and isinstance(ow0, int)) or anchor.kw * channels <= UNROLLED_TAPS:
                 for kw in range(anchor.kw):
                     accumulate(kh, kw, blank)
             else:
@@ -204,10 +209,5 @@ def _body(
 
 def pack(anchor: Conv2d, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:
     """(CO, KH, KW, CI / groups) -> flat panels per group, each (KH, KW, CI / groups, width), zero-padded to the lanes."""
-    per_group = anchor.co // anchor.groups
-    taps = np.moveaxis(array.reshape(anchor.groups, per_group, -1), 1, 2)
-    columns = _panel_columns(anchor, lanes)
-    padded = np.zeros((anchor.groups, taps.shape[1], columns), array.dtype)
-    padded[:, :, :per_group] = taps
-    panels = [padded[:, :, start : min(start + nr, columns)].reshape(anchor.groups, -1) for start in range(0, columns, nr)]
-    return np.ascontiguousarray(np.concatenate(panels, axis=1)).reshape(-1)
+    taps = np.moveaxis(array.reshape(anchor.groups, anchor.co // anchor.groups, -1), 1, 2)
+    return panelled(taps, nr, lanes)

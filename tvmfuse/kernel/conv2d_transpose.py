@@ -30,8 +30,9 @@ from . import emit, window
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .grain import compute_seconds, stream_seconds, threads_for
+from .matmul import panelled
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, tile_cycles
+from .space import assemble, candidates_of, check_tile, tile_cycles, unroll
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,6 @@ def _split(anchor: Conv2dTranspose) -> tuple[int, int, int]:
     return anchor.groups, anchor.ci // anchor.groups, anchor.co // anchor.groups
 
 
-def _panel_columns(anchor: Conv2dTranspose, lanes: int) -> int:
-    return -(-_split(anchor)[2] // lanes) * lanes
-
-
 def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
     """Legal register tiles with their padding mode, the analytically best first."""
     anchor = workload.anchor
@@ -105,14 +102,14 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
     for vectors in range(1, min(8, vectors_in_group) + 1):
         for th, tw in _blocks(anchor, vectors, machine):
             cycles = sum(
-                tile_cycles((y.outputs, th), (x.outputs, tw), (vectors_in_group, vectors), y.count * x.count * channels)
+                tile_cycles((y.outputs, th), (x.outputs, tw), (per_group, vectors * lanes), y.count * x.count * channels, lanes, machine)
                 for y in phases(anchor, 0)
                 for x in phases(anchor, 1)
             )
             found.append((cycles, th, tw, vectors))
-    unroll = channels if channels <= 4 else 2
+    steps = channels if channels <= 4 else 2
     return [
-        {"th": th, "tw": tw, "nr": vectors * lanes, "ku": unroll, "pad": mode, "threads": split}
+        {"th": th, "tw": tw, "nr": vectors * lanes, "ku": unroll(th * tw * vectors, vectors, steps, machine), "pad": mode, "threads": split}
         for _, th, tw, vectors in sorted(found)
         for mode in _padding_modes(anchor)
         if mode != "inline" or (th == 1 and _few_borders(anchor, tw))
@@ -167,8 +164,8 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
         raise ScheduleRefused(f"taps reach {border(anchor)} beyond the image and need padding")
     if candidate["pad"] == "inline" and (th > 1 or not _few_borders(anchor, tw)):
         raise ScheduleRefused("inline padding needs tiles of one row of which few cross the border")
-    groups, channels, _ = _split(anchor)
-    weights = Buffer((groups * _panel_columns(anchor, lanes) * anchor.kh * anchor.kw * channels,), anchor.dtype)
+    groups, channels, per_group = _split(anchor)
+    weights = Buffer((groups * emit.padded(per_group, nr, lanes) * anchor.kh * anchor.kw * channels,), anchor.dtype)
     inputs = (Buffer(anchor.input_shapes()[0], anchor.dtype), weights)
 
     def compute(epilogue: Epilogue, operands: tuple[Buffer, ...], dtype: str) -> Launch:
@@ -200,9 +197,9 @@ def _body(
     taps = anchor.kh * anchor.kw * channels
 
     def micro(n: Index, group: Index, panel: Index, width: int, y: Phase, y0: Index, rows: int, x: Phase, x0: Index, columns: int) -> None:
-        tile = RegisterTile(rows * columns, width, lanes, anchor.dtype)
-        panel_width = tile.vectors * lanes
-        weights = (group * _panel_columns(anchor, lanes) + panel * nr) * taps
+        tile = RegisterTile(rows * columns, width, emit.lanes_for(width, lanes), anchor.dtype)
+        panel_width = tile.vectors * tile.lanes
+        weights = (group * emit.padded(per_group, nr, lanes) + panel * nr) * taps
 
         def input_row(i: Index) -> Index:
             return y0 + (y.offset + top) - i * y.drop
@@ -212,7 +209,7 @@ def _body(
 
             def step(ci: Index) -> None:
                 at_weights = weights + ((kh * anchor.kw + kw) * channels + ci) * panel_width
-                row_of_w = [w.load(at_weights + vector * lanes, lanes) for vector in range(tile.vectors)]
+                row_of_w = [w.load(at_weights + vector * tile.lanes, tile.lanes) for vector in range(tile.vectors)]
                 for row in range(tile.rows):
                     dy, dx = divmod(row, columns)
                     iw = x0 + (dx + x.offset + left) - j * x.drop
@@ -223,10 +220,10 @@ def _body(
 
             def read(pixel: Index, ci: Index, vector: int) -> Expr:
                 if depthwise:
-                    return image.load(pixel + panel * nr + vector * lanes, lanes, tile.valid(vector))
-                return emit.splat(image.scalar(pixel + group * channels + ci), lanes)
+                    return image.load(pixel + panel * nr + vector * tile.lanes, tile.lanes, tile.valid(vector))
+                return emit.splat(image.scalar(pixel + group * channels + ci), tile.lanes)
 
-            zero = emit.constant(0.0, anchor.dtype, lanes)
+            zero = emit.constant(0.0, anchor.dtype, tile.lanes)
             emit.reduce_over(channels, candidate["ku"], step)
 
         def row_of_taps(i: Index, blank: bool) -> None:
@@ -294,8 +291,4 @@ def pack(anchor: Conv2dTranspose, array: np.ndarray, nr: int, lanes: int) -> np.
     taps = array.reshape(groups, -1, anchor.kh, anchor.kw, anchor.co // anchor.groups)
     axes = (0, 2, 3, 4, 1) if is_depthwise(anchor) else (0, 2, 3, 1, 4)
     taps = np.transpose(taps, axes).reshape(groups, -1, per_group)
-    columns = _panel_columns(anchor, lanes)
-    padded = np.zeros((groups, taps.shape[1], columns), array.dtype)
-    padded[:, :, :per_group] = taps
-    panels = [padded[:, :, start : min(start + nr, columns)].reshape(groups, -1) for start in range(0, columns, nr)]
-    return np.ascontiguousarray(np.concatenate(panels, axis=1)).reshape(-1)
+    return panelled(taps, nr, lanes)

@@ -70,6 +70,21 @@ def vector_type(dtype: str, lanes: int) -> str:
     return dtype if lanes == 1 else f"{dtype}x{lanes}"
 
 
+def lanes_for(width: int, lanes: int) -> int:
+    """Lanes of the vectors that hold `width` columns: fewer than the widest where one such vector, a power of two, holds them all.
+
+    Half a 512-bit vector costs half as much on CPUs that split one over two units, and never more elsewhere.
+    """
+    return min(lanes, 1 << (width - 1).bit_length())
+
+
+def padded(width: int, nr: int, lanes: int) -> int:
+    """Columns that `width` come to in panels of nr, the last of which is only as wide as its own vectors."""
+    whole, rest = width // nr * nr, width % nr
+    own = lanes_for(rest, lanes) if rest else 1
+    return whole + -(-rest // own) * own
+
+
 def mask(lanes: int, valid: int) -> Expr:
     """True in the first `valid` lanes; both are known here, so LLVM sees a constant."""
     return tirx.Ramp(_int(0), _int(1), lanes) < tirx.Broadcast(_int(valid), lanes)

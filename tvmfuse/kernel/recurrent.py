@@ -43,7 +43,10 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
 
     def cycles(vectors: int) -> float:
         rows = rows_of_tile(anchor, vectors, machine)
-        return sum(tile_cycles((anchor.batch, rows), (1, 1), (extent, vectors), anchor.hidden) for extent in in_parts)
+        return sum(
+            tile_cycles((anchor.batch, rows), (1, 1), (columns, vectors * lanes), anchor.hidden, lanes, machine)
+            for _, columns in parts(anchor)
+        )
 
     one_step = Workload(dataclasses.replace(anchor, steps=1))
     split = threads_for(machine, compute_seconds(one_step, machine))
@@ -88,7 +91,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     nr = candidate["nr"]
     check_tile(1, nr, machine, anchor.dtype)
     projections, _, bias, *initial = (Buffer(shape, anchor.dtype) for shape in anchor.input_shapes())
-    packed = Buffer((anchor.hidden * sum(_packed_columns(anchor, lanes)),), anchor.dtype)
+    packed = Buffer((anchor.hidden * sum(_packed_columns(anchor, nr, lanes)),), anchor.dtype)
     buffers = (projections, packed, bias, *initial, Buffer(anchor.output_shape(), anchor.dtype), *initial)
     rows = rows_of_tile(anchor, nr // lanes, machine)
     func = emit.function(anchor.kind, buffers, lambda *views: _body(anchor, candidate, rows, lanes, *views))
@@ -98,8 +101,8 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     return Kernel(buffers, inputs, tuple(range(inputs, len(buffers))), (launch,), packers)
 
 
-def _packed_columns(anchor: Recurrent, lanes: int) -> list[int]:
-    return [matmul.packed_columns(_product(anchor, columns), lanes) for _, columns in parts(anchor)]
+def _packed_columns(anchor: Recurrent, nr: int, lanes: int) -> list[int]:
+    return [matmul.packed_columns(_product(anchor, columns), nr, lanes) for _, columns in parts(anchor)]
 
 
 def _product(anchor: Recurrent, columns: int) -> Matmul:
@@ -125,25 +128,25 @@ def _body(
     def product(part: int, state: Flat) -> None:
         """sums[batch, columns of the part] = state x R^T."""
         first, extent = parts(anchor)[part]
-        start = hidden * sum(_packed_columns(anchor, lanes)[:part])
         nr = candidate["nr"]
+        start = hidden * sum(_packed_columns(anchor, nr, lanes)[:part])
 
         def micro(row0: Index, rows: int, panel: Index, width: int) -> None:
-            tile = RegisterTile(rows, width, lanes, anchor.dtype)
+            tile = RegisterTile(rows, width, emit.lanes_for(width, lanes), anchor.dtype)
 
             def step(k: Index) -> None:
-                at = start + panel * (nr * hidden) + k * (tile.vectors * lanes)
-                row_of_r = [weights.load(at + vector * lanes, lanes) for vector in range(tile.vectors)]
+                at = start + panel * (nr * hidden) + k * (tile.vectors * tile.lanes)
+                row_of_r = [weights.load(at + vector * tile.lanes, tile.lanes) for vector in range(tile.vectors)]
                 for row in range(rows):
-                    value = emit.splat(state.scalar((row0 + row) * hidden + k), lanes)
+                    value = emit.splat(state.scalar((row0 + row) * hidden + k), tile.lanes)
                     for vector in range(tile.vectors):
                         tile.accumulate(row, vector, value, row_of_r[vector])
 
             emit.reduce_over(hidden, candidate["ku"], step)
             for row in range(rows):
                 for vector in range(tile.vectors):
-                    at = (row0 + row) * columns + first + panel * nr + vector * lanes
-                    sums.store(at, tile[row, vector], lanes, tile.valid(vector))
+                    at = (row0 + row) * columns + first + panel * nr + vector * tile.lanes
+                    sums.store(at, tile[row, vector], tile.lanes, tile.valid(vector))
 
         panels, row_tiles = -(-extent // nr), -(-anchor.batch // mr)
         # A function of its own: LLVM else keeps the activations' coefficients in registers here, and spills the accumulators (3.4x).

@@ -31,7 +31,7 @@ from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .grain import compute_seconds, threads_for
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, tile_cycles
+from .space import assemble, candidates_of, check_tile, tile_cycles, unroll
 from .toom_cook import PAIRS, Half, input_halves, output_rows, weight_matrix
 
 TILES = 8  # on offer for each algorithm
@@ -106,7 +106,9 @@ def _tiles(workload: Workload, m: int, machine: Machine) -> Iterator[tuple[float
                 blocks = -(-total // block)
                 chunk = vectors_out if blocks >= split else -(-vectors_out // -(-split // blocks) // vectors) * vectors
                 chunks = -(-vectors_out // chunk)
-                multiply = (m + 2) ** 2 * tile_cycles((total, rows), (1, 1), (vectors_out, vectors), anchor.ci)
+                multiply = (m + 2) ** 2 * tile_cycles(
+                    (total, rows), (1, 1), (vectors_out * lanes, vectors * lanes), anchor.ci, lanes, machine
+                )
                 multiply *= EVICTED if 4 * rows * anchor.ci > machine.l1 else 1.0
                 multiply *= NARROW if vectors == 1 else 1.0
                 elements = (m + 2) ** 2 * (anchor.ci + anchor.co)  # of one tile, transformed
@@ -117,7 +119,7 @@ def _tiles(workload: Workload, m: int, machine: Machine) -> Iterator[tuple[float
                 yield (
                     (max(multiply, stream) + stream / 3 + spill + transform) * work,
                     {
-                        "algorithm": f"winograd{m}", "mr": rows, "nr": vectors * lanes, "ku": 4 if rows * vectors <= 8 else 2,
+                        "algorithm": f"winograd{m}", "mr": rows, "nr": vectors * lanes, "ku": unroll(rows * vectors, vectors, 4 if rows * vectors <= 8 else 2, machine),
                         "tiles": block, "channels": chunk * lanes, "threads": split,
                     },
                 )  # fmt: skip
