@@ -367,13 +367,8 @@ class Emitter:
                 target.store(self._real(store.offset, at(0, j)), turned, size)
 
         with _over([axis for axis in nest.spatial if axis is not lane and axis is not other], self.share) as values:
-            # the short axis inside: on its side all of a cache line is used while it is in the L1
-            if other.extent < lane.extent:
-                with _tiles(lane.extent, size) as start, _tiles(other.extent, size) as column:
-                    tile(values, start, column)
-            else:
-                with _tiles(other.extent, size) as column, _tiles(lane.extent, size) as start:
-                    tile(values, start, column)
+            with _tiles(other.extent, size) as column, _tiles(lane.extent, size) as start:
+                tile(values, start, column)
 
     def _interleave(self, nest: Nest, form: Form) -> None:
         """out[j * rows + i] = row[i][j]"""

@@ -102,6 +102,7 @@ def _tiles(workload: Workload, m: int, machine: Machine) -> Iterator[tuple[float
         for rows in range(1, min(28, total) + 1):
             if rows * vectors + vectors + 1 > machine.isa.registers:
                 break
+            steps = unroll(rows * vectors, vectors, 4 if rows * vectors <= 8 else 2, machine)
             for block in _blocks(anchor, m, rows, machine):
                 blocks = -(-total // block)
                 chunk = vectors_out if blocks >= split else -(-vectors_out // -(-split // blocks) // vectors) * vectors
@@ -119,7 +120,7 @@ def _tiles(workload: Workload, m: int, machine: Machine) -> Iterator[tuple[float
                 yield (
                     (max(multiply, stream) + stream / 3 + spill + transform) * work,
                     {
-                        "algorithm": f"winograd{m}", "mr": rows, "nr": vectors * lanes, "ku": unroll(rows * vectors, vectors, 4 if rows * vectors <= 8 else 2, machine),
+                        "algorithm": f"winograd{m}", "mr": rows, "nr": vectors * lanes, "ku": steps,
                         "tiles": block, "channels": chunk * lanes, "threads": split,
                     },
                 )  # fmt: skip
