@@ -88,7 +88,7 @@ def samples(calls: Mapping[str, Callable[[], object]], seconds: float, clock: Cl
 def _first(time: Timer) -> float:
     """Seconds of a call; a short one is repeated, since the first calls of a process that was stopped are slow."""
     (once,) = time(1, False)
-    return once if once > LONG_S else min(time(5, True))
+    return once if once > LONG_S else min(time(max(5, round(SAMPLE_S / max(once, 1e-7))), True))
 
 
 @dataclass(frozen=True)
