@@ -56,8 +56,15 @@ def child(step: str, name: str, folder: Path) -> dict[str, float]:
 
     began = time.perf_counter()
     STEPS[step](name, folder)
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return {"s": time.perf_counter() - began, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
+    return {"s": time.perf_counter() - began, "mib": peak_mib()}
+
+
+def peak_mib() -> float:
+    """Of this process alone: getrusage on Linux counts also what the parent held when it forked."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) / 2**10
 
 
 def measure(name: str, steps: list[str]) -> dict[str, Any]:
