@@ -4,13 +4,17 @@ VENV ?= .venv
 # Test processes side by side. Those in tests/exec start threads of their own.
 WORKERS ?= 2
 
-.PHONY: test fuzz test-aarch64 demo bench clean
+.PHONY: test test-onnx fuzz test-aarch64 demo bench clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy tvmfuse
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+# ONNX's own test suite, all of it; `make test` runs a sixth.
+test-onnx: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.exec.onnx_suite
 
 # Random models; FUZZ_SEED repeats a run. A failure is shrunk, and printed as ONNX text.
 FUZZ ?= 20000

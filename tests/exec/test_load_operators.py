@@ -86,6 +86,27 @@ CASES: list[Case] = [
         for coordinates in ("half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric")
     ],
     ("Resize", 13, 23, [(1, 1, 4, 6), None, None, ints(1, 1, 7, 5)], {"mode": "linear"}),
+    *[("Resize", 13, 23, [(1, 2, 5, 7), None, floats(1, 1, 1.3, 0.6)], {"mode": mode}) for mode in ("nearest", "linear", "cubic")],
+    ("Resize", 18, 23, [(1, 2, 8, 9), None, floats(0.6, 0.4)], {"mode": "linear", "antialias": 1, "axes": [2, 3]}),
+    ("Resize", 18, 23, [(1, 2, 8, 9), None, None, ints(5, 6)], {"axes": [3, 2], "keep_aspect_ratio_policy": "not_larger"}),
+    (
+        "ConvTranspose",
+        7,
+        23,
+        [(1, 4, 4, 3), (4, 3, 3, 2), (6,)],
+        {"strides": [2, 3], "group": 2, "pads": [1, 0, 0, 1], "dilations": [1, 2]},
+    ),
+    ("ConvTranspose", 7, 23, [(1, 4, 4), (4, 3, 2)], {"strides": [3]}),
+    ("ConvTranspose", 7, 23, [(1, 2, 4, 3), noise(2, 3, 3, 2)], {"strides": [2, 2], "output_shape": [8, 6]}),
+    ("Col2Im", 18, 23, [(1, 8, 4), ints(4, 5), ints(2, 2)], {"strides": [2, 3]}),
+    *[("DFT", 17, 19, [(2, 6, 5, parts)], {"axis": 2, "inverse": inverse}) for parts in (1, 2) for inverse in (0, 1)],
+    ("DFT", 20, 23, [(2, 6, 1), ints(8)[0]], {"onesided": 1}),
+    ("STFT", 17, 23, [(1, 40), ints(6)[0], noise(16)], {"onesided": 1}),
+    *[("LpNormalization", 7, 21, [(2, 3, 4)], {"p": p, "axis": 1}) for p in (1, 2)],
+    ("SpaceToDepth", 7, 23, [(1, 2, 4, 6)], {"blocksize": 2}),
+    ("ReverseSequence", 10, 23, [(4, 3, 2), ints(1, 4, 2)], {}),
+    ("Celu", 12, 23, [(3, 4)], {"alpha": 0.5}),
+    *[(operator, 9, 21, [(3, 4)], {}) for operator in ("Sinh", "Cosh")],
     ("BatchNormalization", 7, 23, [(2, 3, 4), *[np.abs(noise(3)) for _ in range(4)]], {}),
 ]
 

@@ -160,13 +160,3 @@ def test_other_variants_are_refused(operator, variant, reason):
 
 def test_default_activations_may_be_written_out():
     load(recurrent("LSTM", activations=["sigmoid", "Tanh", "tanh"]))
-
-
-@pytest.mark.parametrize("name", ["W", "R", "B"])
-def test_weights_that_are_inputs_are_refused(name):
-    model = recurrent("GRU")
-    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
-    model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, tensor.dims))
-    model.graph.initializer.remove(tensor)
-    with pytest.raises(UnsupportedError, match=f"{name} isn't constant"):
-        load(model)

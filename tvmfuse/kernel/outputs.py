@@ -11,7 +11,7 @@ import tvm
 from tvm import relax
 from tvm.relax import Expr, Function, Var
 
-from ..graph.rewrite import dtype_of, op_name, substitute
+from ..graph.rewrite import array_of, dtype_of, op_name, substitute
 
 
 def own_outputs(mod: tvm.IRModule) -> tvm.IRModule:
@@ -47,10 +47,18 @@ def own_outputs(mod: tvm.IRModule) -> tvm.IRModule:
                 value = replaced.get(result, result)
                 is_output = isinstance(value, Var) and not isinstance(value, relax.DataflowVar) and value not in main.params
                 if not is_output or value in own:
-                    value = builder.emit_output(relax.op.astype(value, dtype_of(value)))
+                    value = builder.emit_output(_copied(value))
                 own.append(value)
         builder.emit_func_output(relax.Tuple(own))
     return _with_main(mod, builder.get()["main"])
+
+
+def _copied(value: Expr) -> Expr:
+    """An operator that writes the value elsewhere. TVM legalises the cast of a constant of rank 0 to that constant."""
+    array = array_of(value)
+    if array is not None and array.ndim == 0:
+        return relax.op.full((), value, dtype_of(value))
+    return relax.op.astype(value, dtype_of(value))
 
 
 def outputs_as_parameters(mod: tvm.IRModule) -> tvm.IRModule:

@@ -20,14 +20,21 @@ from onnx.checker import ValidationError
 from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import InferenceError, infer_node_outputs
 
-from ..errors import ModelError
+from ..errors import ModelError, UnsupportedError
+from . import unroll
 from .safety import array
 
 # Operators that copy their data operand and do no arithmetic on it. Expand and Tile are left out: they would inflate weights.
 _MOVES = frozenset("Concat Constant ConstantOfShape Flatten Gather Identity Pad Reshape Slice Split Squeeze Transpose Unsqueeze".split())
-_EXACT = frozenset("Abs Add Cast Ceil Div Floor Max Min Mul Neg Round Sqrt Sub".split())
+_EXACT = frozenset("Abs Add Cast Ceil Div Floor Max Min Mul Neg Relu Round Sqrt Sub".split())
 _READ_FLOAT_SHAPES = frozenset(("Range", "Resize", "Upsample"))
+# Operators that are taken apart into those that ONNX defines them by, because TVM has no converter for them or a wrong one.
+BY_DEFINITION = frozenset(
+    "Attention BlackmanWindow CastLike CausalConvWithState CenterCropPad HammingWindow HannWindow LinearAttention "
+    "MeanVarianceNormalization NegativeLogLikelihoodLoss RotaryEmbedding SoftmaxCrossEntropyLoss SwiGLU Swish".split()
+)
 _RANDOM = frozenset("Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike".split())
+LARGEST = 2**31 - 1  # elements of a tensor
 _SHAPE_SIZED = 1024  # elements: no shape computation needs more, and shape inference is handed no larger values
 
 
@@ -84,7 +91,7 @@ def fold(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> Graph
     Rewrite  Shape(x) -> Gather -> Concat(., -1) -> Reshape(y, .)   =>   Reshape(y, constant)
              Dropout(x), Identity(x)   =>   x
              If(constant)              =>   the branch that is taken
-    Raises   ModelError when the bound shapes don't fit together, naming the node.
+    Raises   ModelError when the bound shapes don't fit together, naming the node; UnsupportedError for a tensor too large to hold.
     """
     if model.functions:
         model = inliner.inline_local_functions(model)
@@ -107,7 +114,7 @@ class _Fold:
             if declared.name in shapes:
                 kind = helper.make_tensor_type_proto(declared.type.tensor_type.elem_type, shapes[declared.name])
                 self.inputs.append(helper.make_value_info(declared.name, kind))
-                self.types[declared.name] = kind
+                self._type(declared.name, kind)
 
     def graph(self) -> Graph:
         for tensor in self.source.initializer:
@@ -137,6 +144,15 @@ class _Fold:
             outputs.pop()
         node.output[:] = outputs
 
+    def _type(self, name: str, kind: onnx.TypeProto) -> None:
+        """What has no elements is known as soon as its shape is."""
+        self.types[name] = kind
+        shape = static_shape(kind)
+        if shape is not None and math.prod(shape) > LARGEST:
+            raise UnsupportedError(f"{name!r} of shape {shape} has more than {LARGEST} elements")
+        if shape is not None and 0 in shape and _numpy_kind(kind) in "iubf":
+            self._know(name, np.zeros(shape, helper.tensor_dtype_to_np_dtype(kind.tensor_type.elem_type)))
+
     def _know(self, name: str, value: np.ndarray) -> None:
         self.constants[name] = value
         self.types[name] = helper.make_tensor_type_proto(helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
@@ -153,7 +169,18 @@ class _Fold:
                 self._know(mask, np.ones(static_shape(self.types.get(node.input[0])) or (), bool))
         elif node.op_type == "If" and node.input[0] in self.constants:
             self._take_branch(node)
+        elif body := self._unrolled(node):
+            for name, result in zip(node.output, self._inlined(body, next(filter(None, node.output))), strict=True):
+                self._rename(name, result)
+        elif body := self._by_definition(node):
+            for name, result in zip(filter(None, node.output), self._inlined(body, next(filter(None, node.output))), strict=True):
+                self._rename(name, result)
         else:
+            if node.op_type == "Concat":  # nothing comes of what has no elements
+                solid = [name for name in node.input if 0 not in (static_shape(self.types.get(name)) or ())]
+                node.input[:] = solid or node.input[:1]
+            elif node.op_type == "Range":
+                node.input[:] = [self._scalar(name) for name in node.input]
             self._infer(node)
             if not self._folded(node):
                 self.kept.append(node)
@@ -165,24 +192,64 @@ class _Fold:
         """Let `name` mean `source` from here on. A graph output keeps its name: it gets a node of its own."""
         if name in self.outputs:
             self.kept.append(helper.make_node("Identity", [source], [name]))
-            self.types[name] = self.types.get(source, onnx.TypeProto())
+            self._type(name, self.types.get(source, onnx.TypeProto()))
         else:
             self.aliases[name] = source
 
     def _take_branch(self, node: onnx.NodeProto) -> None:
-        """Put the branch's nodes here under names of their own: branches of different Ifs may use equal names."""
         branch = attributes(node)["then_branch" if self.constants[node.input[0]].item() else "else_branch"]
-        for tensor in branch.initializer:
-            self.aliases[tensor.name] = f"{node.output[0]}/{tensor.name}"
+        for name, result in zip(node.output, self._inlined(branch, node.output[0]), strict=True):
+            self._rename(name, result)
+
+    def _inlined(self, body: onnx.GraphProto, place: str) -> list[str]:
+        """Put a subgraph's nodes here and return what its outputs are called now. Its names are put under `place`, which makes them its
+        own: branches of different Ifs may use equal ones."""
+        for tensor in body.initializer:
+            self.aliases[tensor.name] = f"{place}/{tensor.name}"
             self._know(self.aliases[tensor.name], array(tensor))
-        for inner in branch.node:
+        for inner in body.node:
             renamed = onnx.NodeProto()
             renamed.CopyFrom(inner)
-            renamed.output[:] = [name and f"{node.output[0]}/{name}" for name in inner.output]
+            renamed.output[:] = [name and f"{place}/{name}" for name in inner.output]
             self._visit(renamed)
             self.aliases |= {old: self.aliases.get(new, new) for old, new in zip(inner.output, renamed.output, strict=True) if old}
-        for name, result in zip(node.output, branch.output, strict=True):
-            self._rename(name, self.aliases.get(result.name, result.name))
+        return [self.aliases.get(output.name, output.name) for output in body.output]
+
+    def _unrolled(self, node: onnx.NodeProto) -> onnx.GraphProto | None:
+        """A Scan or Loop of a known number of steps as the nodes of all of them, under names of their own; else None."""
+        if node.op_type == "Scan":
+            return unroll.scan(node, [static_shape(self.types.get(name)) for name in node.input], self.opset)
+        return unroll.loop(node, self.constants, self.opset) if node.op_type == "Loop" else None
+
+    def _by_definition(self, node: onnx.NodeProto) -> onnx.GraphProto | None:
+        """The operator's body in simpler ones as ONNX defines it for these operands, or None."""
+        if node.op_type not in BY_DEFINITION or any(name and name not in self.types for name in node.input):
+            return None
+        schema: Any = defs.get_schema(node.op_type, self.opset, "")  # onnx's type stubs don't know all of it
+        call = onnx.NodeProto()
+        call.CopyFrom(node)
+        given = attributes(node)
+        call.attribute.extend(
+            attribute.default_value for name, attribute in schema.attributes.items() if name not in given and attribute.default_value.name
+        )
+        if schema.context_dependent_function_opset_versions:
+            version = max(since for since in schema.context_dependent_function_opset_versions if since <= self.opset)
+            types = [self.types.get(name, onnx.TypeProto()).SerializeToString() for name in node.input]
+            text = schema.get_context_dependent_function_with_opset_version(version, call.SerializeToString(), types)
+        else:
+            text = schema.get_function_with_opset_version(max(since for since in schema.function_opset_versions if since <= self.opset))
+        if not text:  # it has no such body for these operands
+            return None
+        function = onnx.FunctionProto()
+        function.ParseFromString(text)
+        del function.opset_import[:]
+        function.opset_import.extend(self.opsets)
+        function.domain = call.domain = "definition"
+        operands = [helper.make_value_info(name, self.types[name]) for name in dict.fromkeys(filter(None, node.input))]
+        results = [onnx.ValueInfoProto(name=name) for name in filter(None, node.output)]
+        imports = [*self.opsets, helper.make_opsetid("definition", 1)]
+        graph = helper.make_graph([call], "definition", operands, results)
+        return inliner.inline_local_functions(helper.make_model(graph, opset_imports=imports, functions=[function])).graph
 
     def _infer(self, node: onnx.NodeProto) -> None:
         if any(name and name not in self.types for name in node.input) or node.op_type in ("If", "Loop", "Scan"):
@@ -199,15 +266,25 @@ class _Fold:
         kinds = {name: self.types[name] for name in node.input if name}
         operands = ", ".join(f"{name} {static_shape(kind)}" for name, kind in kinds.items())
         try:
-            self.types |= infer_node_outputs(schema, node, kinds, known, opset_imports=self.opsets)
+            inferred = infer_node_outputs(schema, node, kinds, known, opset_imports=self.opsets)
         except (InferenceError, ValidationError, ValueError) as error:
             raise ModelError(f"{described(node)} doesn't fit its inputs {operands}: {error}") from error
+        for name, kind in inferred.items():
+            self._type(name, kind)
         shapes = {name: shape for name in node.output if (shape := static_shape(self.types.get(name))) is not None}
         source = static_shape(kinds[node.input[0]]) if node.op_type == "Reshape" else None  # inference takes a full target as it is
         if any(extent < 0 for shape in shapes.values() for extent in shape) or (
             source is not None and any(math.prod(shape) != math.prod(source) for shape in shapes.values())
         ):
             raise ModelError(f"{described(node)} doesn't fit its inputs {operands}: it would make {shapes}. Are the shapes bound right?")
+
+    def _scalar(self, name: str) -> str:
+        """ONNX's own AffineGrid hands tensors of one element to Range, which wants them to have no axis."""
+        value = self._value(name)
+        if value is None or value.shape != (1,):
+            return name
+        self._know(f"{name}/scalar", value.reshape(()))
+        return f"{name}/scalar"
 
     def _value(self, name: str) -> np.ndarray | None:
         return self.constants.get(name, self.tentative.get(name))
@@ -218,6 +295,8 @@ class _Fold:
         outputs = [name for name in node.output if name]
         if node.op_type in _RANDOM:
             return False
+        if all(name in self.constants for name in outputs):  # they have no elements
+            return True
         if node.op_type in ("Shape", "Size"):
             extents = static_shape(self.types.get(names[0]))
             values = {} if extents is None else {names[0]: np.broadcast_to(np.zeros((), np.float32), extents)}
@@ -229,7 +308,8 @@ class _Fold:
             return False
         kinds = {_numpy_kind(self.types[name]) for name in outputs}
         certain = all(name in self.constants or node.op_type in ("Shape", "Size") for name in names)
-        if kinds <= set("iub") or (kinds <= set("iubf") and node.op_type in _MOVES and certain):
+        of_nothing = any(value.size == 0 for value in values.values())  # a sum over no elements, a padding of none
+        if kinds <= set("iub") or (kinds <= set("iubf") and (node.op_type in _MOVES or of_nothing) and certain):
             results = self._evaluate(node, values, outputs)
             for name, value in results.items():
                 self._know(name, value)

@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 from . import operators, recurrent
 from .fold import Graph
 
-_RECURRENT = ("GRU", "LSTM")
+_RECURRENT = ("GRU", "LSTM", "RNN")
 
 
 def import_graph(graph: Graph) -> tvm.IRModule:
@@ -42,8 +42,14 @@ def why_not(node: onnx.NodeProto, graph: Graph) -> str | None:
     """Why this node can't be compiled, or None."""
     if node.domain not in ("", "ai.onnx"):
         return f"operators of domain {node.domain} aren't known"
-    if node.op_type not in _RECURRENT and not (node.op_type in _get_convert_map() and defs.has(node.op_type, graph.opset, "")):
+    if node.op_type in ("Loop", "Scan"):
+        return "how many steps it takes isn't known, or it takes too many"
+    converted = node.op_type in operators.CONVERTERS or node.op_type in _RECURRENT or node.op_type in _get_convert_map()
+    if not (converted and defs.has(node.op_type, graph.opset, "")):
         return "no converter"
+    since = defs.get_schema(node.op_type, graph.opset, "").since_version
+    if since > operators.SINCE.get(node.op_type, operators.KNOWN_OPSET):
+        return f"its meaning since operator set {since} isn't known"
     values = [name for name in (*node.input, *node.output) if name in graph.types]
     if not all(graph.is_numeric(name) for name in values):
         return "it works on something else than tensors of numbers"
@@ -119,5 +125,6 @@ class _Importer(ONNXGraphImporter):
         if op_name in _RECURRENT:
             return recurrent.convert(op_name, self.bb, inputs, attrs)
         if op_name in operators.CONVERTERS:
+            attrs["tvm_custom"]["opset"] = opset
             return operators.CONVERTERS[op_name](self.bb, inputs, attrs)
         return super()._convert_operator(op_name, inputs, attrs, opset)

@@ -56,6 +56,10 @@ def load(model: str | os.PathLike[str] | onnx.ModelProto | tvm.IRModule, shapes:
             declared[value.name] = _declared(value.type.tensor_type)
     called = "model" if isinstance(model, onnx.ModelProto) else f'"{os.fspath(model)}"'
     graph = fold(proto, bind(declared, shapes, called))
+    for value in graph.inputs:
+        if not graph.is_numeric(value.name):
+            kind = onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type)
+            raise UnsupportedError(f"input {value.name!r} is a tensor of {kind}; numbers of 8 to 64 bits and bool are supported")
     mod = import_graph(graph)
     inputs = tuple(
         TensorInfo(value.name, static_shape(value.type) or (), str(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)))
@@ -120,7 +124,11 @@ def _extents(value: relax.Expr) -> tuple[int, ...]:
 def _outputs(mod: tvm.IRModule, names: list[str] | tuple[str, ...]) -> tuple[TensorInfo, ...]:
     kind = mod["main"].ret_ty
     fields = kind.fields if isinstance(kind, relax.TupleType) else [kind]
-    return tuple(
+    infos = tuple(
         TensorInfo(name, tuple(int(extent) for extent in field.shape), str(field.dtype.dtype))
         for name, field in zip(names, fields, strict=True)
     )
+    for info in infos:
+        if 0 in info.shape:
+            raise UnsupportedError(f"output {info.name!r} has no elements: its shape is {info.shape}")
+    return infos

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import external_data_helper, numpy_helper
+from onnx import defs, external_data_helper, numpy_helper
 
 from ..errors import ModelError, UnsupportedError
 from . import sandbox
 
-# What the importer's converters were compared with ONNX Runtime on; a newer operator set may change an operator's meaning.
-OLDEST_OPSET, NEWEST_OPSET = 7, 23
+LARGEST = 2**31 - 1  # bytes of a protobuf file
+# From the oldest that the importer's converters know to the newest that package onnx knows. An operator whose meaning changed after the
+# converters were written is refused on its own.
+OLDEST_OPSET, NEWEST_OPSET = 7, defs.onnx_opset_version()
 
 
 def read(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.ModelProto:
@@ -70,8 +72,10 @@ def _require_readable(path: Path) -> None:
         raise ModelError(f"{path} does not exist (looked in {Path.cwd()})")
     if not path.is_file():
         raise ModelError(f"{path} is not a file; name the .onnx file itself")
-    if not path.stat().st_size:
+    if not (size := path.stat().st_size):
         raise ModelError(f"{path} is empty; copy or download it again")
+    if size > LARGEST:
+        raise ModelError(f"{path} has {size} bytes, more than the 2 GiB that such a file can hold; save the weights as external data")
     try:
         path.open("rb").close()
     except OSError as error:
@@ -98,6 +102,8 @@ def _read_external(model: onnx.ModelProto, folder: Path) -> None:
             raise ModelError(f"the weights of {tensor.name!r} point outside the model's folder: {info.location!r}; they must lie beside it")
         if not data.is_file():
             raise ModelError(f"the weights of {tensor.name!r} are missing: {data}; copy it beside the model")
+        if data.stat().st_nlink > 1:
+            raise ModelError(f"{data} is a hard link: it may be a file of elsewhere under another name; copy it beside the model")
         needed = (info.offset or 0) + (info.length or 0)
         if data.stat().st_size < needed:
             raise ModelError(f"{data} has {data.stat().st_size} bytes, but {tensor.name!r} needs {needed}; copy it again")
