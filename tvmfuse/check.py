@@ -154,9 +154,8 @@ def reference_kernel() -> Callable[[], object]:
 def measure(model: Callable[[], object], reference: Callable[[], object], seconds: float, clock: compare.Clock) -> Speed:
     """The model, the model once more as control, and the reference, in rounds."""
     calls = {"model": model, "control": model, "reference": reference}
-    times = compare.interleave({name: compare.timer(call, clock) for name, call in calls.items()}, seconds, clock)
-    ratio = compare.ratio(times["model"].samples, times["reference"].samples)
-    control = compare.ratio(times["model"].samples, times["control"].samples)
+    times = compare.samples(calls, seconds, clock)
+    ratio, control = compare.ratio(times["model"], times["reference"]), compare.ratio(times["model"], times["control"])
     return Speed(ratio.median, ratio.interval, abs(control.median - 1))
 
 

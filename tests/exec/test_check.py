@@ -120,6 +120,12 @@ def test_a_noisy_machine_fails_nobody(jitter: float) -> None:
     assert failed == 0
 
 
+def test_a_model_much_quicker_than_the_reference_is_judged_by_intervals_too() -> None:
+    machine = NoisyMachine(3, 0.02)
+    speed = measure(machine.takes(5e-5), machine.takes(5e-4), 1.0, machine)
+    assert speed.interval[0] < speed.ratio < speed.interval[1]
+
+
 def test_a_real_slowdown_shows_through_noise() -> None:
     for seed in range(10):
         recorder, machine = NoisyMachine(seed, 0.01), NoisyMachine(50 + seed, 0.02)
