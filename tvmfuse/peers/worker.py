@@ -7,12 +7,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import psutil
 
+from .. import compare
 from .runtimes import RUNTIMES, Job, Ready
 
 MAX_ERROR = 300  # characters: some compilers print their whole module
@@ -38,17 +40,9 @@ class Held:
     def outputs(self) -> dict[str, np.ndarray]:
         return dict(self.ready.outputs())
 
-    def time(self, repeats: int, warm: bool) -> list[float]:
+    def time(self, repeats: int, warm: bool) -> Sequence[float]:
         """Seconds of each of `repeats` calls; `warm` makes one more before them, which brings back what others drove out of the caches."""
-        call, clock = self.ready.call, time.perf_counter
-        if warm:
-            call()
-        seconds = []
-        for _ in range(repeats):
-            start = clock()
-            call()
-            seconds.append(clock() - start)
-        return seconds
+        return compare.timer(self.ready.call, time.perf_counter)(repeats, warm)
 
     def throughput(self, callers: int, seconds: float) -> float:
         """Calls a second of that many threads at a time, each with buffers of its own."""
