@@ -16,7 +16,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from . import artifact, pool
+from . import artifact, callers
 from .artifact import Program
 from .errors import UsageError
 from .kernel.memory import View
@@ -79,7 +79,7 @@ class Session:
         if self._threads == 1:
             self._main()(*arguments, *outputs)
         else:
-            pool.call(lambda: self._main()(*arguments, *outputs), self._threads)
+            callers.call(lambda: self._main()(*arguments, *outputs))
         return outputs if output_names is None else [outputs[self._names.index(name)] for name in output_names]
 
     def bind(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
@@ -99,7 +99,7 @@ class Session:
         call = self._function(self._virtual_machine(), "main", buffers)
         if self._threads == 1:
             return call
-        return lambda: pool.call(call, self._threads)
+        return lambda: callers.call(call)
 
     def trace(self, feeds: Mapping[str, np.ndarray], repeats: int = 1) -> list[list[tuple[str, float]]]:
         """For each of `repeats` calls the kernels that really ran, in order, with the seconds of each."""
@@ -126,7 +126,7 @@ class Session:
         if self._threads == 1:
             run()
         else:
-            pool.call(run, self._threads)
+            callers.call(run)
         return calls
 
     def profile(self, feeds: Mapping[str, np.ndarray], repeats: int = 20, roofline: Roofline | None = None) -> list[KernelTime]:

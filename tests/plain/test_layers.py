@@ -21,7 +21,7 @@ LAYERS = (
         "choose",
         "artifact",
         "cache",
-        "pool",
+        "callers",
         "session",
         "tuning",
         "explaining",
@@ -106,6 +106,11 @@ def test_what_decides_imports_no_tvm(module: str, source: str) -> None:
 @pytest.mark.parametrize(("module", "source"), [s for s in SOURCES if unit(s.values[0]) not in PRINTERS])
 def test_only_the_command_line_and_the_report_print(module: str, source: str) -> None:
     assert list(prints(source)) == []
+
+
+def test_contributing_has_every_unit_on_its_map() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    assert [unit for unit in LEVEL if f"`{unit}/`" not in text and f"`{unit}.py`" not in text] == []
 
 
 def test_imports_resolves_relative_names() -> None:

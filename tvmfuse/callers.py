@@ -23,27 +23,23 @@ _came = False
 _kept: concurrent.futures.ThreadPoolExecutor | None = None
 
 
-def call(function: Callable[[], object], threads: int) -> None:
-    """`function()`, which has parallel loops for `threads` threads, in a thread that may start them."""
+def call(function: Callable[[], object]) -> None:
+    """`function()`, which has parallel loops, in a thread that may start them."""
     if _role.starts_loops:
         function()
         return
-    kept = _claim(threads)
+    kept = _claim()
     if kept is None:
         function()
     else:
         kept.submit(function).result()
 
 
-def _claim(threads: int) -> concurrent.futures.Executor | None:
+def _claim() -> concurrent.futures.Executor | None:
     """Make the caller the thread that starts loops, if none came before it (None); else who does it instead."""
     global _came, _kept
     with _lock:
         if not _came:
-            # TVM reads both when it makes a pool. It would take every second processor, and tie all its threads but the caller's to
-            # one each: every second process then runs at half its speed.
-            os.environ.setdefault("TVM_NUM_THREADS", str(threads))
-            os.environ.setdefault("TVM_BIND_THREADS", "0")
             _came = _role.starts_loops = True
             return None
         if _kept is None:
