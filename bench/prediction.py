@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from tvmfuse import compare, kernel
+from tvmfuse import compare, kernel, predicting
 from tvmfuse.building import Plan, Prepared, compile_model, plan_for, prepare
 from tvmfuse.choose import Chooser, first_tiles
-from tvmfuse.decide.cost_model import Examples, Learned, examples, learn_with_error
-from tvmfuse.measure.host import isa_among
+from tvmfuse.decide.cost_model import Examples, Learned, learn_with_error
 from tvmfuse.values import Candidate, Workload
 
 from . import models
@@ -91,9 +90,7 @@ def main() -> None:
     os.environ["TVM_NUM_THREADS"] = str(args.threads)
     plan = plan_for(None, args.threads, "measured", args.logs)
     assert plan.chooser.log is not None
-    exact = (r for r in plan.chooser.log.records() if r.candidate.numerics == "exact")
-    alike = (r for r in exact if isa_among(r.conditions.host.features) == plan.machine.isa)
-    sites = examples(alike, plan.machine)
+    sites = predicting.measured(plan.chooser.log, plan.machine)
     told, rows = [], []
     for name in args.models:
         print(name, file=sys.stderr)

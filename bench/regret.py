@@ -27,7 +27,7 @@ from tvmfuse.building import Plan, Prepared, compile_model, plan_for, prepare
 from tvmfuse.choose import Chooser
 from tvmfuse.decide import search
 from tvmfuse.decide.cost_model import AnalyticPrior
-from tvmfuse.decide.log import Conditions, Log, is_finished
+from tvmfuse.decide.log import Log, is_finished
 from tvmfuse.errors import TargetMismatch
 from tvmfuse.measure.device import LocalDevice
 from tvmfuse.measure.host import host, required_features, toolchain
@@ -64,24 +64,19 @@ def plan_here(target: Any, threads: int, logs: str | None) -> Plan:
     return Plan(plan.target, machine, Chooser("measured", machine, plan.chooser.log, narrow, toolchain()))
 
 
-def conditions_of(workload: Workload, plan: Plan) -> Conditions:
-    assert plan.chooser.host is not None
-    return Conditions(plan.chooser.host, plan.machine.threads, toolchain(), kernel.digest(workload, plan.machine))
-
-
 def tune(prepared: Prepared, plan: Plan, seconds: float) -> None:
     """The sites of a model for a plan's target, as `tvmfuse.tune` does for this CPU, without the comparison of the whole model."""
     log, prior = plan.chooser.log, AnalyticPrior(plan.machine)
     assert log is not None
     counts = Counter(site.workload for site in prepared.sites)
-    open_ = [w for w in counts if not is_finished(log.history(w, conditions_of(w, plan)))]
+    open_ = [w for w in counts if not is_finished(log.history(w, plan.chooser.conditions(w)))]
     demands = [search.Demand(w, counts[w], prior.seconds(w, kernel.candidates(w, plan.machine)[0])) for w in open_]
     with LocalDevice(kernel.build_kernel, plan.target, plan.machine, working_set(prepared)) as device:
 
         def tune_one(demand: search.Demand, share: float) -> search.SiteResult:
             print(f"tuning {demand.workload}", file=sys.stderr)
             workload = demand.workload
-            candidates, conditions = kernel.candidates(workload, plan.machine), conditions_of(workload, plan)
+            candidates, conditions = kernel.candidates(workload, plan.machine), plan.chooser.conditions(workload)
             return search.tune_site(workload, candidates, device, log, conditions, budget_s=share, rank=prior.rank)
 
         search.spend([d for d in demands if len(kernel.candidates(d.workload, plan.machine)) > 1], seconds, tune_one)
@@ -103,7 +98,7 @@ def oracle(prepared: Prepared, plan: Plan, seconds: float) -> tuple[dict[Workloa
             rivals = [c for c in kernel.candidates(workload, plan.machine) if c.knobs == tuned.knobs and c != tuned]
             if not rivals:
                 continue
-            conditions = conditions_of(workload, plan)
+            conditions = plan.chooser.conditions(workload)
             print(f"{workload}: {len(rivals)} rivals", file=sys.stderr)
             result = search.tune_site(workload, [tuned, *rivals], device, log, conditions, budget_s=seconds)
             count = sum(site.workload == workload for site in prepared.sites)

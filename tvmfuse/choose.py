@@ -9,7 +9,7 @@ from typing import Literal
 
 from . import kernel
 from .decide.cost_model import Learned
-from .decide.log import Log, Match
+from .decide.log import Conditions, Log, Match
 from .errors import UsageError
 from .values import NUMERICS, Candidate, Host, Machine, Numerics, Source, Workload
 
@@ -77,9 +77,10 @@ class Chooser:
         """What this build may choose among, the default first."""
         return kernel.candidates(workload, self.machine, self.numerics)
 
-    def digest(self, workload: Workload) -> str:
-        """Under which what is measured of these candidates is recorded."""
-        return kernel.digest(workload, self.machine, self.numerics)
+    def conditions(self, workload: Workload) -> Conditions:
+        """Under which what is measured of these candidates is recorded; only where there is a host."""
+        assert self.host is not None
+        return Conditions(self.host, self.machine.threads, self.toolchain, kernel.digest(workload, self.machine, self.numerics))
 
     def _choose(self, workload: Workload) -> Choice:
         if workload in self.tried:

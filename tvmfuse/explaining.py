@@ -12,7 +12,7 @@ from . import kernel
 from .building import Plan, Prepared, described, plan_for, prepare
 from .choose import Choice, Fuse
 from .decide.cost_model import AnalyticPrior
-from .decide.log import Conditions, Match
+from .decide.log import Match
 from .errors import UsageError
 from .graph.excerpt import excerpt
 from .graph.hoist import Rule, refusals
@@ -175,8 +175,8 @@ def _options(workload: Workload, plan: Plan, chosen: Candidate) -> tuple[Option,
     verdicts: dict[Candidate, Verdict | None] = {default: None, chosen: None}
     chooser = plan.chooser
     if chooser.log is not None and chooser.host is not None:
-        here = Conditions(chooser.host, plan.machine.threads, chooser.toolchain, chooser.digest(workload))
-        verdicts |= {r.candidate: r.verdict for r in chooser.log.history(workload, here) if r.verdict and r.kind != "site"}
+        history = chooser.log.history(workload, chooser.conditions(workload))
+        verdicts |= {r.candidate: r.verdict for r in history if r.verdict and r.kind != "site"}
     predicted = {candidate: prior.seconds(workload, candidate) for candidate in verdicts}
     return tuple(Option(c, predicted[c], predicted[c] / base, verdict) for c, verdict in verdicts.items())
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from . import cache
 from .decide import cost_model
-from .decide.cost_model import Learned
+from .decide.cost_model import Examples, Learned
 from .decide.log import Log
 from .measure.host import isa_among
 from .values import Machine
@@ -27,12 +27,17 @@ def predictor(log: Log, machine: Machine) -> Learned | None:
     path = _path(log, machine)
     if path is not None and (kept := _read(path, machine)) is not None:
         return kept
-    exact = (record for record in log.records() if record.candidate.numerics == "exact")
-    alike = (record for record in exact if isa_among(record.conditions.host.features) == machine.isa)
-    learned = cost_model.learn_with_error(cost_model.examples(alike, machine), machine)
+    learned = cost_model.learn_with_error(measured(log, machine), machine)
     if learned is not None and path is not None:
         _keep(learned, path)
     return learned
+
+
+def measured(log: Log, machine: Machine) -> list[Examples]:
+    """What there is to learn from: a log's exact records of this instruction set, of any host."""
+    exact = (record for record in log.records() if record.candidate.numerics == "exact")
+    alike = (record for record in exact if isa_among(record.conditions.host.features) == machine.isa)
+    return cost_model.examples(alike, machine)
 
 
 def _path(log: Log, machine: Machine) -> Path | None:

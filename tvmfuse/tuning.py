@@ -21,14 +21,15 @@ from .building import Plan, Prepared, compile_model, described, plan_for, prepar
 from .choose import Chooser, Fuse, first_tiles
 from .compare import bound
 from .decide import search, verdict
-from .decide.cost_model import AnalyticPrior, Learned, examples, learn
-from .decide.log import Conditions, Log, Record, is_finished
+from .decide.cost_model import AnalyticPrior, Learned, learn
+from .decide.log import Log, Record, is_finished
 from .errors import UsageError
 from .measure.device import BuildKernel, Device, LocalDevice
 from .measure.forkserver import ForkServer
-from .measure.host import host, isa_among, toolchain
+from .measure.host import host, toolchain
 from .measure.pool import Pool
 from .measure.remote import Identity, connected
+from .predicting import measured
 from .session import Session
 from .values import Candidate, Host, Machine, Numerics, Outcome, Site, Verdict, Workload
 
@@ -119,7 +120,7 @@ def tune(
         def tune_one(demand: search.Demand, share: float) -> search.SiteResult:
             done = min(1.0, (time.monotonic() - began) / job.budget_s)
             progress(done, f"{_so_far(decided, len(job.demands))}; {demand.workload.anchor}")
-            candidates, conditions = plan.chooser.candidates(demand.workload), _conditions(demand.workload, plan)
+            candidates, conditions = plan.chooser.candidates(demand.workload), plan.chooser.conditions(demand.workload)
             result = search.tune_site(demand.workload, candidates, device, job.log, conditions, budget_s=share, rank=job.rank)
             decided[demand.workload] = result
             return result
@@ -201,7 +202,7 @@ def _job(
     ranker = _ranker(log, plan.machine) if numerics == "exact" else AnalyticPrior(plan.machine)
     demands = []
     for workload, count in counts.items():
-        candidates, history = plan.chooser.candidates(workload), log.history(workload, _conditions(workload, plan))
+        candidates, history = plan.chooser.candidates(workload), log.history(workload, plan.chooser.conditions(workload))
         if len(candidates) > 1 and not is_finished(history):
             noisy = sum(record.verdict is not None and record.verdict.outcome == "too noisy" for record in history)
             demands.append(search.Demand(workload, count, _expected_gain_s(workload, candidates, plan.machine, ranker) / (1 + noisy)))
@@ -216,9 +217,7 @@ def least_budget_s(workloads: int) -> float:
 
 
 def _ranker(log: Log, machine: Machine) -> AnalyticPrior | Learned:
-    exact = (record for record in log.records() if record.candidate.numerics == "exact")
-    comparable = (record for record in exact if isa_among(record.conditions.host.features) == machine.isa)
-    return learn(examples(comparable, machine), machine) or AnalyticPrior(machine)
+    return learn(measured(log, machine), machine) or AnalyticPrior(machine)
 
 
 def _expected_gain_s(workload: Workload, candidates: Sequence[Candidate], machine: Machine, ranker: AnalyticPrior | Learned) -> float:
@@ -241,11 +240,6 @@ def parse_budget(budget: str | float) -> float:
 def working_set(prepared: Prepared) -> int:
     """Bytes that one call of the model touches: each site's inputs and outputs. What lies between sites is small beside them."""
     return sum(site.workload.bytes_moved() for site in prepared.sites)
-
-
-def _conditions(workload: Workload, plan: Plan) -> Conditions:
-    """What is measured of a workload now will hold for."""
-    return Conditions(plan.chooser.host or host(), plan.machine.threads, toolchain(), plan.chooser.digest(workload))
 
 
 def _outcome(result: search.SiteResult) -> str:
@@ -285,7 +279,7 @@ def _gate(
         for workload in weakest_first[:1] if time.monotonic() < deadline else weakest_first:
             why = "the whole model got slower"
             overruled = Verdict("keeps default", won[workload].candidate, said.ratio, said.ci, said.aa_noise, said.pairs, why)
-            log.append(Record.of(workload, overruled, _conditions(workload, plan), kind="model_gate"))
+            log.append(Record.of(workload, overruled, plan.chooser.conditions(workload), kind="model_gate"))
             reverted.append(workload)
             del won[workload], chosen[workload]
     return said, reverted

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 import tvmfuse
 from tvmfuse import building, kernel, tuning
 from tvmfuse.choose import Chooser
+from tvmfuse.decide import cost_model
 from tvmfuse.decide.log import Conditions, Log, Record, is_finished
 from tvmfuse.decide.search import SiteResult
 from tvmfuse.errors import UsageError
@@ -78,7 +79,7 @@ def test_tuned_model_is_replayed_by_build_with_the_same_bits(model: onnx.ModelPr
     assert session.run(None, {"x": x})[0].tobytes() == always.run(None, {"x": x})[0].tobytes()
     log, plan = Log([tmp_path]), building.plan_for(None, 1, "measured", tmp_path)
     workloads = {site.workload for site in summary.sites}
-    finished = [w for w in workloads if is_finished(log.history(w, tuning._conditions(w, plan)))]
+    finished = [w for w in workloads if is_finished(log.history(w, plan.chooser.conditions(w)))]
     ahead = tuning.dry_run(model, threads=1, budget="9s", logs=tmp_path)
     left = {demand.workload for demand in (*(d for d, _ in ahead.shares), *ahead.unreached)}
     assert left == workloads - set(finished), "what is finished isn't measured again"
@@ -114,7 +115,7 @@ def test_ranking_learns_from_records_of_this_instruction_set_alone(
     tile = kernel.candidates(workload, plan.machine)[1]
     other = dataclasses.replace(host(), vendor="Narrow", features=("sse2",))
     Log([tmp_path]).append(decided(workload, tile, plan), decided(workload, tile, plan, host=other))
-    monkeypatch.setattr(tuning, "examples", learn)
+    monkeypatch.setattr(cost_model, "examples", learn)
     with pytest.raises(Stop):
         tvmfuse.tune(model, threads=1, budget="10s", logs=tmp_path)
 
@@ -166,7 +167,7 @@ def test_gate_turns_back_the_weakest_site_until_the_model_is_not_slower_and_all_
         return Verdict("undecided", default, ratio, (ratio - 0.02, ratio + 0.02), 0.001, 60, "whole model against never")
 
     monkeypatch.setattr(tuning, "compare_whole", whole)
-    log.append(*(Record.of(r.workload, v, tuning._conditions(r.workload, plan)) for r in results for v in r.verdicts))
+    log.append(*(Record.of(r.workload, v, plan.chooser.conditions(r.workload)) for r in results for v in r.verdicts))
     gate, reverted = tuning._gate(prepared, plan, log, results, lambda done, doing: None, deadline)
     assert tuned == [2, 1] if deadline else [2]
     assert gate is not None and gate.ratio == (0.95 if deadline else 1.2)
