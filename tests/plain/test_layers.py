@@ -32,6 +32,7 @@ LAYERS = (
         "predicting",
     ),
     ("cli", "report", "check", "doctor", "pytest_plugin", "onnx_backend"),
+    ("__main__",),
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 TVM_FREE = ("values", "errors", "decide")
