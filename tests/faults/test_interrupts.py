@@ -140,7 +140,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "tvm_ffi.core", "tvm.ir", "tvm.relax.op.base", "tvm.relax.frontend.onnx"])
+@pytest.mark.parametrize("module", ["typer", "tvm_ffi.core", "tvm.ir", "tvm.relax.op.base"])
 def test_interrupted_import_ends_like_any_interrupt(model: Path, module: str) -> None:
     """At once: TVM's extension module doesn't survive an exception that goes through its import."""
     found = subprocess.run([sys.executable, "-c", INTERRUPTED_AT, module, "explain", model], capture_output=True, text=True)
