@@ -36,6 +36,7 @@ MEAN_NORM_INIT_DB, UNIT_NORM_INIT = (-60.0, -90.0), (0.001, 0.0001)
 DB_FLOOR, DB_SCALE = 1e-10, 40.0
 DELAY = (LOOKAHEAD + 1) * HOP  # samples by which the reference runtime's output is late: lookahead, and a frame to overlap
 NO_LIMIT_DB = 100.0
+MAX_SECONDS = 600  # of a synthesised clip: the networks hold all of its frames at once
 
 
 def window() -> np.ndarray:
@@ -197,21 +198,23 @@ def clip(seconds: float, seed: int = 0) -> np.ndarray:
 
 
 def snr_db(reference: np.ndarray, x: np.ndarray) -> float:
-    """Power of the reference over that of the difference."""
+    """Power of the reference over that of the difference; finite for silence too."""
     difference = ((reference.astype(np.float64) - x) ** 2).mean()
-    return float(10 * np.log10((reference.astype(np.float64) ** 2).mean() / max(difference, 1e-30)))
+    return float(10 * np.log10(max((reference.astype(np.float64) ** 2).mean(), 1e-30) / max(difference, 1e-30)))
 
 
 def read_wav(path: Path) -> np.ndarray:
-    """(channels, samples) in [-1, 1]. Raises UsageError for anything but 16-bit PCM at RATE."""
+    """(channels, samples) in [-1, 1]. Raises UsageError for anything but 16-bit PCM at RATE, and for a file without samples."""
     try:
         with wave.open(str(path)) as file:
             rate, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
             data = file.readframes(file.getnframes())
     except (OSError, EOFError, wave.Error) as error:
-        raise UsageError(f"{path} can't be read as WAV: {error}") from error
+        raise UsageError(f"{path} can't be read as WAV: {getattr(error, 'strerror', None) or error}") from error
     if (rate, width) != (RATE, 2):
         raise UsageError(f"{path} has {8 * width} bits at {rate} Hz; 16 bits at {RATE} Hz are needed: convert it first")
+    if not data:
+        raise UsageError(f"{path} has no samples")
     return np.frombuffer(data, "<i2").reshape(-1, channels).T.astype(np.float32) / 32768
 
 
@@ -219,7 +222,8 @@ def write_wav(path: Path, audio: np.ndarray) -> None:
     """(channels, samples) in [-1, 1] as 16-bit PCM; the file appears whole or not at all. Raises UsageError when it can't."""
     part = path.with_name(f".{path.name}.part")
     try:
-        with wave.open(str(part), "wb") as file:
+        # Given a path that can't be opened, the wave module prints a traceback of its own as it is collected.
+        with part.open("wb") as raw, wave.open(raw, "wb") as file:
             file.setnchannels(len(audio))
             file.setsampwidth(2)
             file.setframerate(RATE)
@@ -273,6 +277,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if not HOP / RATE <= args.seconds <= MAX_SECONDS:
+        parser.error(f"--seconds {args.seconds:g}: a clip has {HOP / RATE:g} to {MAX_SECONDS} s")
     try:
         channels = read_wav(args.input) if args.input else clip(args.seconds)[None]
         results = [compare(channel, args.threads) for channel in channels]

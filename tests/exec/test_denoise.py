@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,32 @@ def test_files_that_are_no_such_wav_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "a.wav", tmp_path / "absent.wav"):
         with pytest.raises(UsageError, match="can't be read as WAV"):
             denoise.read_wav(path)
+
+
+def test_a_wav_without_samples_is_refused(tmp_path: Path) -> None:
+    denoise.write_wav(tmp_path / "a.wav", np.zeros((1, 0)))
+    with pytest.raises(UsageError, match="no samples"):
+        denoise.read_wav(tmp_path / "a.wav")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_folder_that_is_absent_is_one_error_and_no_traceback(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="can't write"):
+        denoise.write_wav(tmp_path / "absent" / "a.wav", np.zeros((1, 1)))
+    gc.collect()
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_clip_of_no_length_is_a_usage_error(seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["denoise", f"--seconds={seconds}"])
+    with pytest.raises(SystemExit, match="2"):
+        denoise.main()
+    assert f"--seconds {seconds}: " in capsys.readouterr().err
+
+
+def test_the_ratio_is_finite_for_silence() -> None:
+    assert np.isfinite(denoise.snr_db(np.zeros(4), np.full(4, 1e-9)))
+    assert np.isfinite(denoise.snr_db(np.zeros(4), np.zeros(4)))
 
 
 def test_output_agrees_with_the_reference_runtime() -> None:
