@@ -25,6 +25,7 @@ import numpy as np
 import tvmfuse
 from tvmfuse import demo
 from tvmfuse.errors import TvmfuseError, UsageError
+from tvmfuse.files import written
 
 RATE, FFT, HOP = 48_000, 960, 480
 BINS = FFT // 2 + 1
@@ -220,17 +221,12 @@ def read_wav(path: Path) -> np.ndarray:
 
 def write_wav(path: Path, audio: np.ndarray) -> None:
     """(channels, samples) in [-1, 1] as 16-bit PCM; the file appears whole or not at all. Raises UsageError when it can't."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        # Given a path that can't be opened, the wave module prints a traceback of its own as it is collected.
-        with part.open("wb") as raw, wave.open(raw, "wb") as file:
-            file.setnchannels(len(audio))
-            file.setsampwidth(2)
-            file.setframerate(RATE)
-            file.writeframes(np.clip(np.round(audio.T * 32768), -32768, 32767).astype("<i2").tobytes())
-        part.replace(path)
-    except OSError as error:
-        raise UsageError(f"can't write {path}: {error.strerror or error}") from error
+    # Given a path that can't be opened, the wave module prints a traceback of its own as it is collected.
+    with written(path) as partial, partial.open("wb") as raw, wave.open(raw, "wb") as file:
+        file.setnchannels(len(audio))
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes(np.clip(np.round(audio.T * 32768), -32768, 32767).astype("<i2").tobytes())
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tvmfuse import benching, compare
+from tvmfuse.files import written
 from tvmfuse.measure.host import host, toolchain
 from tvmfuse.peers import PEERS, USUAL
 
@@ -53,10 +54,8 @@ def markdown(runs: list[Run], facts: dict[str, Any]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """The file appears whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(text)
-    part.replace(path)
+    with written(path) as partial:
+        partial.write_text(text)
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ import mmap
 import os
 import struct
 import tempfile
-import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import tvm
 from tvm import relax
 
 from .errors import ModelError, TargetMismatch, UsageError
+from .files import written
 from .kernel.memory import ALIGNMENT, View, aligned
 from .measure.host import host, toolchain
 from .model.load import TensorInfo
@@ -110,18 +110,11 @@ def save(program: Program, path: str | os.PathLike[str]) -> None:
 
     Raises UsageError when that fails or the file can't be written.
     """
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.part")
-    try:
+    with written(Path(path)) as partial:
         if program.file is not None:
             partial.write_bytes(program.file)
         else:
             _write(program, partial, _linked(program))
-        os.replace(partial, target)
-    except OSError as error:
-        raise UsageError(f"can't write {target}: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _linked(program: Program) -> bytes:

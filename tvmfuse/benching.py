@@ -20,6 +20,7 @@ from onnx import ModelProto
 
 from . import compare
 from .errors import DeviceError
+from .files import written
 from .peers import ANSWER_TIMEOUT_S, PEERS, Process
 
 Arrays = Mapping[str, np.ndarray]
@@ -186,7 +187,6 @@ def float64(model: str, feeds: Arrays, outputs: tuple[str, ...], progress: Progr
             progress(f"no float64 run: {failure}")
             return None
     kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
-        np.savez(part, **{f"{i}": exact[name] for i, name in enumerate(outputs)})  # type: ignore[arg-type]
-    Path(part.name).replace(kept)
+    with written(kept) as partial, partial.open("wb") as file:
+        np.savez(file, **{f"{i}": exact[name] for i, name in enumerate(outputs)})  # type: ignore[arg-type]
     return exact

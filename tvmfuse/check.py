@@ -29,6 +29,7 @@ from .building import default_threads
 from .choose import Fuse
 from .decide.verdict import MARGIN_PER_NOISE, MAX_NOISE
 from .errors import UsageError
+from .files import written
 from .measure.host import host
 from .session import Session
 from .values import Site
@@ -96,14 +97,8 @@ class Decisions:
 
     def write(self, path: Path) -> None:
         """The file appears whole or not at all. Raises UsageError when it can't be written."""
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
+        with written(path) as part:
             part.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-            os.replace(part, path)
-        except OSError as error:
-            raise UsageError(f"can't write {path}: {error.strerror or error}") from error
-        finally:
-            part.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

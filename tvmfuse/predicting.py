@@ -5,17 +5,18 @@ The same records and the same release give the same model, and with it the same 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import math
-import os
-import tempfile
 from pathlib import Path
 
 from . import cache
 from .decide import cost_model
 from .decide.cost_model import Examples, Learned
 from .decide.log import Log
+from .errors import UsageError
+from .files import written
 from .measure.host import isa_among
 from .values import Machine
 
@@ -65,10 +66,7 @@ def _read(path: Path, machine: Machine) -> Learned | None:
 def _keep(learned: Learned, path: Path) -> None:
     """Whole or not at all; without a cache to write to the next build trains again."""
     learned.booster.set_attr(**{ERROR: repr(learned.error)})
-    try:
+    with contextlib.suppress(OSError, UsageError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(learned.booster.save_raw("ubj"))
-        os.replace(file.name, path)
-    except OSError:
-        pass
+        with written(path) as partial:
+            partial.write_bytes(learned.booster.save_raw("ubj"))

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "tvmfuse"
 LAYERS = (
-    ("values", "errors"),
+    ("values", "errors", "files"),
     ("model",),
     ("graph",),
     ("kernel",),
@@ -35,7 +35,7 @@ LAYERS = (
     ("__main__",),
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
-TVM_FREE = ("values", "errors", "decide")
+TVM_FREE = ("values", "errors", "files", "decide")
 PRINTERS = ("cli", "report")
 
 

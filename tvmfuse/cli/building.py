@@ -14,8 +14,9 @@ import typer
 import tvmfuse
 
 from ..errors import UsageError
+from ..files import written
 from .arguments import AsJson, Fuse, Logs, Model, Numerics, Rpc, Shapes, Threads, holds_artifact, parse_shapes, parse_target
-from .output import check_output, print_table, say, show, written
+from .output import check_output, print_table, say, show
 
 
 def build(

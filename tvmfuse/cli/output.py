@@ -34,19 +34,6 @@ def check_output(path: Path, model: Path) -> None:
         raise UsageError(f"{path} is the model itself; write to another file")
 
 
-@contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """A place to write to; `path` appears, whole, when that has ended well. Raises UsageError when it can't be written."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield partial
-        os.replace(partial, path)
-    except OSError as error:
-        raise UsageError(f"can't write {path}: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def say(text: str) -> None:
     typer.echo("\n".join(map(visible, text.split("\n"))), err=True)
 

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from ..files import written
 from .arguments import AsJson, Logs, Model, Shapes, Threads, parse_shapes
-from .output import check_output, progress, say, written
+from .output import check_output, progress, say
 
 
 def report(
