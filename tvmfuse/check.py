@@ -22,10 +22,8 @@ from typing import Any
 
 import numpy as np
 
-import tvmfuse
-
 from . import compare
-from .building import default_threads
+from .building import build
 from .choose import Fuse
 from .decide.verdict import MARGIN_PER_NOISE, MAX_NOISE
 from .errors import UsageError
@@ -125,13 +123,8 @@ def state(site: Site) -> SiteState:
 
 
 def seeded(session: Session) -> dict[str, np.ndarray]:
-    """Standard normal inputs; zeros and ones where the type is not a float."""
     rng = np.random.default_rng(SEED)
-    feeds = {}
-    for info in session.get_inputs():
-        floating = np.dtype(info.dtype).kind == "f"
-        feeds[info.name] = np.asarray(rng.standard_normal(info.shape) if floating else rng.integers(0, 2, info.shape), info.dtype)
-    return feeds
+    return {info.name: compare.draw(rng, info.shape, info.dtype) for info in session.get_inputs()}
 
 
 def digest(x: np.ndarray) -> str:
@@ -224,7 +217,7 @@ def check(
     """
     path = Path(against)
     recorded = None if write else Decisions.read(path)
-    session = tvmfuse.build(model, shapes=shapes, threads=threads or default_threads(), fuse=fuse, logs=logs)
+    session = build(model, shapes=shapes, threads=threads, fuse=fuse, logs=logs)
     found = inspect(session)
 
     def attempt() -> Speed:

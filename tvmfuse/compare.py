@@ -52,6 +52,12 @@ def bound(session: Session, feeds: Arrays) -> Callable[[], None]:
     return session.bind(feeds, {info.name: np.empty(info.shape, info.dtype) for info in session.get_outputs()})
 
 
+def draw(rng: np.random.Generator, shape: Sequence[int], dtype: str) -> np.ndarray:
+    """An input: standard normal numbers; zeros and ones where the type is not a float."""
+    values = rng.standard_normal(shape) if np.dtype(dtype).kind == "f" else rng.integers(0, 2, shape)
+    return np.asarray(values, dtype)
+
+
 @dataclass(frozen=True)
 class Times:
     """`samples` has one time per round, seconds per call, comparable with other runners' of the same round; `calls` every call's."""

@@ -20,11 +20,10 @@ import numpy as np
 from tvm.support import cc
 
 from . import compare
-from .building import default_threads
 from .decide import verdict as rule
 from .decide.log import Log
 from .errors import DeviceError, TargetMismatch, TooNoisy, TvmfuseError, UnsupportedError, UsageError
-from .measure.host import host, isa_among, llvm_only, toolchain
+from .measure.host import default_threads, host, isa_among, llvm_only, toolchain
 
 CPU_FOLDER = Path("/sys/devices/system/cpu")
 NOISE_S = 1.0

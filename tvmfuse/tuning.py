@@ -19,7 +19,7 @@ from tvm.target import Target
 from . import kernel
 from .building import Plan, Prepared, compile_model, described, plan_for, prepare
 from .choose import Chooser, Fuse, first_tiles
-from .compare import bound
+from .compare import bound, draw
 from .decide import search, verdict
 from .decide.cost_model import AnalyticPrior, Learned, learn
 from .decide.log import Log, Record, is_finished
@@ -296,7 +296,7 @@ def compare_whole(tuned: Session, rivals: Mapping[Fuse, Session], seconds: float
     seconds  after which no more rounds are taken than the next look needs.
     """
     rng = np.random.default_rng(0)
-    feeds = {i.name: rng.standard_normal(i.shape).astype(i.dtype) for i in tuned.get_inputs()}
+    feeds = {i.name: draw(rng, i.shape, i.dtype) for i in tuned.get_inputs()}
     first = next(iter(rivals.values()))
     calls = [bound(session, feeds) for session in (tuned, first, first, *list(rivals.values())[1:])]
     for call in calls:

@@ -13,6 +13,7 @@ import typer
 
 import tvmfuse
 
+from ..compare import draw
 from ..errors import UsageError
 from ..files import written
 from .arguments import AsJson, Fuse, Logs, Model, Numerics, Rpc, Shapes, Threads, holds_artifact, parse_shapes, parse_target
@@ -97,13 +98,6 @@ def read_input(text: str) -> tuple[str, np.ndarray]:
         return name, np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"--input {name}: {path} can't be read as .npy: {error}") from error
-
-
-def draw(rng: np.random.Generator, shape: Sequence[int], dtype: str) -> np.ndarray:
-    """Standard normal numbers; zeros and ones where the type is not a float."""
-    kind = np.dtype(dtype)
-    values = rng.standard_normal(shape) if kind.kind == "f" else rng.integers(0, 2, shape)
-    return np.asarray(values, kind)
 
 
 def extremes(x: np.ndarray) -> dict[str, float | None]:

@@ -13,7 +13,6 @@ import typer
 from .. import benching, compare, peers
 from ..errors import UsageError
 from .arguments import AsJson, Logs, Model, Shapes, Threads, parse_shapes
-from .building import draw
 from .output import print_table, say
 
 
@@ -31,7 +30,7 @@ def bench(
     All are timed in turn, each in a process of its own, on the same random inputs; the first row is also timed against itself (A/A).
     Error is against a float64 run. Peers run on one thread and on as many as we do.
     """
-    from ..building import default_threads  # waits for TVM, as the next
+    from ..measure.host import default_threads  # waits for TVM, as the next
     from ..model.load import load
 
     unknown = [name for name in peer or () if name not in peers.PEERS]
@@ -40,7 +39,7 @@ def bench(
     count = threads or default_threads()
     loaded = load(model, parse_shapes(shape))
     rng = np.random.default_rng(0)
-    feeds = {info.name: draw(rng, info.shape, info.dtype) for info in loaded.inputs}
+    feeds = {info.name: compare.draw(rng, info.shape, info.dtype) for info in loaded.inputs}
     entries = benching.ours("tvmfuse measured", count, fuse="measured", logs=logs)
     entries += [benching.Entry(f"tvmfuse {how}", "tvmfuse", count, {"fuse": how}) for how in ("always", "never")]
     entries += benching.others(peer or peers.USUAL, count)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from .. import compare
-from ..building import build, default_threads
+from ..building import build
 from ..explaining import Explained, explain
-from ..measure.host import host, isa_among, toolchain
+from ..measure.host import default_threads, host, isa_among, toolchain
 from ..measure.roofline import roofline
 from ..values import Site
 from .findings import Findings, KernelLine, SiteLine, Timing
@@ -44,7 +44,7 @@ def collect(
         sessions[label] = build(model, shapes, threads=threads, fuse=fuse, logs=logs)  # type: ignore[arg-type]
     tuned = sessions["tuned"]
     rng = np.random.default_rng(0)
-    feeds = {i.name: np.asarray(rng.standard_normal(i.shape)).astype(i.dtype) for i in tuned.get_inputs()}
+    feeds = {i.name: compare.draw(rng, i.shape, i.dtype) for i in tuned.get_inputs()}
     progress(0.6, f"timing the whole model for {seconds:g} s")
     calls = {label: compare.bound(session, feeds) for label, session in sessions.items()}
     samples = compare.samples({**calls, "tuned again": calls["tuned"]}, seconds, time.perf_counter)
