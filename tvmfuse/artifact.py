@@ -160,7 +160,9 @@ def is_artifact(path: str | os.PathLike[str]) -> bool:
 def load(path: str | os.PathLike[str]) -> Program:
     """Open a saved model, after checking that it is whole and that this CPU and toolchain can run it.
 
-    An artifact is machine code: loading one runs what its author wrote. The digest shows damage, not an ill intent.
+    An artifact is machine code: loading one runs what its author wrote. The digest shows damage, not an ill intent. So its manifest is
+    parsed here and not in a child: nothing is compressed, at most MAX_MANIFEST_BYTES are parsed, as JSON, which take some seconds and
+    half a GiB at the very worst, and nesting too deep is an error.
     Raises   ModelError when the file is absent, damaged or no artifact; TargetMismatch when this machine can't run it.
     """
     try:

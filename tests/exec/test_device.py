@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import tvm
 from tvm import tirx
@@ -26,6 +29,7 @@ from tvmfuse.values import AVX2, AVX512, NEON, Candidate, Elementwise, Epilogue,
 
 N = 1024
 SIGILL, SIGFPE, SIGKILL, SIGSEGV = 4, 8, 9, 11
+GREED = 1 << 32  # bytes
 WORKLOAD = Workload(Elementwise((N,)), Epilogue((Step("add", ("%0", "$0")),), (Operand((N,), (0,), constant=True),)))
 TARGET = host_target()
 MACHINE = machine(TARGET, 1)
@@ -62,6 +66,14 @@ def calling(name: str, *args: int) -> Callable[..., None]:
     return lambda *_: T.evaluate(tirx.call_extern("int32", name, *args))
 
 
+def fill_unseen(*_: tirx.Buffer) -> None:
+    """Memory that a kernel takes itself, without looking whether it gets any. What malloc gives and nobody reads LLVM leaves out."""
+    length = tirx.const(GREED, "uint64")
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = tirx.call_extern("handle", "mmap", tirx.const(0, "uint64"), length, protection, flags, -1, tirx.const(0, "int64"))
+    T.evaluate(tirx.call_extern("handle", "memset", memory, 0, length))
+
+
 def unbound(a: tirx.Buffer, b: tirx.Buffer, c: tirx.Buffer) -> None:
     T.buffer_store(c, tirx.const(0.0, "float32"), [tirx.Var("nowhere", "int32")])
 
@@ -77,6 +89,7 @@ BODIES: dict[str, Callable[..., None]] = {
     "illegal instruction": calling("raise", SIGILL),
     "division by zero": calling("raise", SIGFPE),
     "out of memory": calling("raise", SIGKILL),  # as Linux ends the process that took the most
+    "greedy": fill_unseen,
     "hang": calling("pause"),
     "exit": calling("exit", 3),
     "uncompilable": unbound,
@@ -91,6 +104,8 @@ def build_kernel(workload: Workload, candidate: Candidate, machine: Machine) -> 
     if name == "two launches":
         both = Launch(function(BODIES["vector"]), (0, 1, 2)), Launch(function(lambda a, c: add_zero(a, c), 2), (2, 3))
         return Kernel((buffer,) * 4, 2, (3,), both)
+    if name == "large scratch":
+        return Kernel((*(buffer,) * 3, Buffer((GREED // 4,))), 2, (2,), (Launch(function(BODIES["vector"]), (0, 1, 2)),))
     if name == "packed":
         return Kernel((buffer,) * 3, 2, (2,), (Launch(function(reversed_add), (0, 1, 2)),), {1: lambda b: b[::-1]})
     return Kernel((buffer,) * 3, 2, (2,), (Launch(function(BODIES[name]), (0, 1, 2)),))
@@ -210,6 +225,22 @@ def test_tuning_loop_drives_the_device(tmp_path: Path) -> None:
         found = tune_site(WORKLOAD, [slow, how("vector"), how("segfault")], local, Log([tmp_path]), here)
     assert found.choice == how("vector") and found.verdict is not None and found.verdict.ratio < 0.5
     assert [f.candidate for f in found.failures] == [how("segfault")]
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limit is set from outside, as Linux can")
+def test_tuning_goes_on_where_memory_runs_out(tmp_path: Path) -> None:
+    here = Conditions(host(), 1, toolchain(), "test")
+    greedy = [how("large scratch"), how("greedy")]
+    log = Log([tmp_path])
+    with device() as local:
+        local._server.start(1).close()  # it has imported all that it will
+        size = psutil.Process(local._server._process.pid).memory_info().vms + (3 << 30)  # what it forks skips up to 1 GiB of addresses
+        resource.prlimit(local._server._process.pid, resource.RLIMIT_AS, (size, size))
+        found = tune_site(WORKLOAD, [how("slow"), *greedy, how("vector")], local, log, here)
+    assert found.choice == how("vector") and found.finished
+    errors = {failure.candidate: failure.error or "" for failure in found.failures}
+    assert errors.keys() == set(greedy)
+    assert "Cannot allocate memory" in errors[greedy[0]] and "the process died: SIGSEGV" in errors[greedy[1]]
 
 
 def test_conditioning_streams_what_others_touch_but_no_more_than_twice_the_last_level() -> None:

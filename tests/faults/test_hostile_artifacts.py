@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import tvmfuse
-from tvmfuse.artifact import FORMAT
+from tvmfuse.artifact import FORMAT, MAX_MANIFEST_BYTES
 from tvmfuse.errors import ModelError
 
 # Each reads, or may read, objects that run code while they are made.
@@ -39,6 +41,35 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
 
 def test_a_huge_manifest_is_not_parsed(tmp_path: Path) -> None:
     assert "manifest.json has 16777218 bytes" in refused(artifact(tmp_path / "m.tvmfuse", b"[" + b" " * (16 << 20) + b"]"))
+
+
+def test_a_compressed_manifest_is_not_unpacked(tmp_path: Path) -> None:
+    path = artifact(tmp_path / "m.tvmfuse", b"[" + b" " * (8 << 20) + b"]", compression=zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 1 << 20
+    assert "manifest.json is compressed" in refused(path)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import psutil, tvmfuse.artifact
+from tvmfuse.errors import ModelError
+
+size = psutil.Process().memory_info().vms + (1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (size, size))
+try:
+    tvmfuse.artifact.load(sys.argv[1])
+except ModelError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has no limit of the address space")
+def test_the_largest_manifest_takes_less_than_a_gib(tmp_path: Path) -> None:
+    """Empty lists are what takes most for its length."""
+    path = artifact(tmp_path / "m.tvmfuse", b"[" + b",".join([b"[]"] * (MAX_MANIFEST_BYTES // 3)) + b"]")
+    found = subprocess.run([sys.executable, "-c", LIMITED, path], capture_output=True, text=True)
+    assert found.returncode == 0 and "is not a whole tvmfuse artifact" in found.stdout, found.stderr
 
 
 @pytest.mark.parametrize("manifest", [b"[" * 100_000, b"[]", b"3", b"null", b"{}", b"\xff\xfe", b'{"format": ' + b"9" * 10_000 + b"}"])
