@@ -1,4 +1,4 @@
-"""The same bits on NEON as on this machine: models compiled for AArch64 run in an emulated root, over TVM's remote procedure calls.
+"""The same bits on NEON as here: models are tuned and built over RPC for an emulated device that runs `tvmfuse serve`, and run there.
 
 `make test-aarch64` makes the root and says where it is. Times under emulation mean nothing.
 """
@@ -6,60 +6,85 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx
+import psutil
 import pytest
-import tvm
-from tvm import relax
-from tvm.support.cc import cross_compiler
 
 import tvmfuse
 from bench import models
 from tvmfuse.choose import Fuse
-from tvmfuse.measure.host import machine, parse_target
-from tvmfuse.model.load import load
+from tvmfuse.errors import DeviceLost
+from tvmfuse.measure.host import machine
+from tvmfuse.measure.remote import identify
 from tvmfuse.values import NEON
 
-ROOT = os.environ.get("TVMFUSE_AARCH64_ROOT", "")
-TARGET = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a76"}
+ROOT = Path(os.environ.get("TVMFUSE_AARCH64_ROOT", ""))
 START_S = 120.0  # emulated Python imports TVM in about ten seconds
+INSIDE = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": "/opt/tvmfuse:/opt/site"}
 
-pytestmark = pytest.mark.skipif(not ROOT, reason="needs an emulated AArch64 root: make test-aarch64")
+pytestmark = pytest.mark.skipif(ROOT == Path(), reason="needs an emulated AArch64 root: make test-aarch64")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> None:
+    """This package, as it is here, in the root."""
+    there = ROOT / "opt" / "tvmfuse"
+    shutil.rmtree(there, ignore_errors=True)
+    shutil.copytree(Path(tvmfuse.__file__).parent, there / "tvmfuse", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+@pytest.fixture(autouse=True)
+def linker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TVM links artifacts with $CXX."""
+    monkeypatch.setenv("CXX", "aarch64-linux-gnu-gcc")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    """Of a server in the emulated root."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": "/opt/site", "TVM_NUM_THREADS": "1", "TVM_BIND_THREADS": "0"}
-    server = subprocess.Popen(
-        ["chroot", ROOT, "python3", "-m", "tvm.exec.rpc_server", "--host", "127.0.0.1", "--port", str(port), "--port-end", str(port + 1)],
-        env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+def rpc() -> Iterator[str]:
+    """A tracker here, and the emulated device that has registered with it."""
+    tracker = free_port()
+    track = ["-m", "tvm.exec.rpc_tracker", "--host", "127.0.0.1", "--port", str(tracker), "--port-end", str(tracker + 1), "--silent"]
+    serve = ["-m", "tvmfuse", "serve", "--tracker", f"127.0.0.1:{tracker}", "--key", "emulated", "--port", str(free_port())]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    processes = [subprocess.Popen([sys.executable, *track], **quiet)]
     try:
-        yield port
+        until_found(f"127.0.0.1:{tracker}/none", "has registered")
+        processes.append(subprocess.Popen(["chroot", str(ROOT), "python3", *serve], env=INSIDE, **quiet))
+        until_found(f"127.0.0.1:{tracker}/emulated")
+        yield f"127.0.0.1:{tracker}/emulated"
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        for process in processes:
+            for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                each.send_signal(signal.SIGKILL)
+            process.wait()
 
 
-@pytest.fixture(scope="module")
-def device(port: int) -> tvm.rpc.RPCSession:
-    """One connection for all: the server takes the next one only when this has ended."""
+def until_found(rpc: str, enough: str | None = None) -> None:
+    """Wait for a device, or for an error that says `enough`."""
     deadline = time.monotonic() + START_S
     while True:
         try:
-            return tvm.rpc.connect("127.0.0.1", port, session_timeout=600)
-        except RuntimeError:
+            identify(rpc)
+            return
+        except DeviceLost as error:
+            if enough and enough in str(error):
+                return
             if time.monotonic() > deadline:
                 raise
             time.sleep(1)
@@ -74,35 +99,58 @@ def small(name: str, extent: int = 64) -> onnx.ModelProto:
     return model
 
 
-def cases() -> Iterator[tuple[str, onnx.ModelProto, dict[str, int], dict[str, np.ndarray]]]:
-    for part in ("enc", "erb_dec", "df_dec"):
-        name = f"dfn3_{part}_s1"
-        yield name, models.load(name), models.shapes(name), models.inputs(name)
-    for name in ("squeezenet", "mobilenetv2"):
-        yield name, small(name), {}, {key: np.ascontiguousarray(x[:, :, :64, :64]) for key, x in models.inputs(name).items()}
+def case(name: str) -> tuple[onnx.ModelProto, dict[str, int], dict[str, np.ndarray]]:
+    if name.startswith("dfn3"):
+        return models.load(name), models.shapes(name), models.inputs(name)
+    return small(name), {}, {key: np.ascontiguousarray(x[:, :, :64, :64]) for key, x in models.inputs(name).items()}
 
 
-def remote_run(device: tvm.rpc.RPCSession, library: Path, feeds: list[np.ndarray]) -> list[np.ndarray]:
-    device.upload(str(library))
-    vm = relax.VirtualMachine(device.load_module(library.name), device.cpu())
-    vm.set_input("main", *(tvm.runtime.tensor(array, device.cpu()) for array in feeds))
-    vm.invoke_stateful("main")
-    outputs = vm.get_outputs("main")
-    return [output.numpy() for output in (outputs if isinstance(outputs, list | tuple) else [outputs])]
+def run_there(artifact: Path, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`tvmfuse run` on the device."""
+    folder = artifact.parent
+    inside = Path("/") / folder.relative_to(ROOT)
+    inputs = []
+    for i, (name, array) in enumerate(feeds.items()):
+        np.save(folder / f"in{i}.npy", array)
+        inputs += ["--input", f"{name}={inside / f'in{i}.npy'}"]
+    command = ["python3", "-m", "tvmfuse", "run", str(inside / artifact.name), *inputs, "--output", str(inside / "out")]
+    ran = subprocess.run(["chroot", str(ROOT), *command], env=INSIDE, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return {path.stem: np.load(path) for path in (folder / "out").iterdir()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """In the root."""
+    made = ROOT / "tmp" / f"tvmfuse-{os.getpid()}-{tmp_path.name}"
+    made.mkdir()
+    yield made
+    shutil.rmtree(made)
+
+
+def assert_same_bits(built: tvmfuse.Session, name: str, folder: Path) -> None:
+    model, shapes, feeds = case(name)
+    here = tvmfuse.build(model, shapes, threads=1, fuse="always")
+    expected = dict(zip((info.name for info in here.get_outputs()), here.run(None, feeds), strict=True))
+    assert any(np.ptp(array) > 0 for array in expected.values())
+    built.save(folder / "m.tvmfuse")
+    found = run_there(folder / "m.tvmfuse", feeds)
+    assert found.keys() == expected.keys()
+    for output, wanted in expected.items():
+        got = found[output]
+        assert got.tobytes() == wanted.tobytes(), f"{output}: {np.count_nonzero(got != wanted)} of {got.size} elements differ"
 
 
 @pytest.mark.parametrize("fuse", ["always", "never"])
 @pytest.mark.parametrize("name", ["dfn3_enc_s1", "dfn3_erb_dec_s1", "dfn3_df_dec_s1", "squeezenet", "mobilenetv2"])
-def test_model_has_the_bits_of_this_machine(device: tvm.rpc.RPCSession, name: str, fuse: Fuse, tmp_path: Path) -> None:
-    model, shapes, feeds = next(rest for case, *rest in cases() if case == name)
-    here = tvmfuse.build(model, shapes, threads=1, fuse="always")
-    expected = here.run(None, feeds)
-    assert any(np.ptp(array) > 0 for array in expected)
+def test_model_has_the_bits_of_this_machine(rpc: str, name: str, fuse: Fuse, folder: Path) -> None:
+    assert machine(identify(rpc).target, 1).isa == NEON
+    model, shapes, _ = case(name)
+    assert_same_bits(tvmfuse.build(model, shapes, threads=1, fuse=fuse, rpc=rpc), name, folder)
 
-    assert machine(parse_target(TARGET), 1).isa == NEON
-    compiled = tvm.compile(load(model, shapes).mod, tvm.target.Target(TARGET), relax_pipeline=tvmfuse.pipeline(TARGET, fuse=fuse))
-    library = tmp_path / f"{name}_{fuse}.so"  # the device loads a name but once
-    compiled.export_library(str(library), fcompile=cross_compiler("aarch64-linux-gnu-gcc"))
-    found = remote_run(device, library, [feeds[info.name] for info in here.get_inputs()])
-    for info, got, wanted in zip(here.get_outputs(), found, expected, strict=True):
-        assert got.tobytes() == wanted.tobytes(), f"{info.name}: {np.count_nonzero(got != wanted)} of {got.size} elements differ"
+
+def test_tuned_model_has_the_bits_of_this_machine(rpc: str, folder: Path, tmp_path: Path) -> None:
+    model, shapes, _ = case("dfn3_df_dec_s1")
+    summary = tvmfuse.tune(model, shapes, threads=1, budget="30s", logs=tmp_path, rpc=rpc)
+    assert summary.results and not any(result.failures for result in summary.results)
+    assert_same_bits(tvmfuse.build(model, shapes, threads=1, logs=tmp_path, rpc=rpc), "dfn3_df_dec_s1", folder)
