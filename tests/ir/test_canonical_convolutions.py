@@ -1,14 +1,15 @@
-"""Conv1dToConv2d and FoldPad."""
+"""Conv1dToConv2d, FoldPad and TrimTaps."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tvm
 from tvm import relax
 from tvm.script import relax as R
 
-from tvmfuse.graph.convolution import Conv1dToConv2d, FoldPad
-from tvmfuse.graph.rewrite import op_name
+from tvmfuse.graph.convolution import Conv1dToConv2d, FoldPad, TrimTaps
+from tvmfuse.graph.rewrite import op_name, shape_of
 
 
 def assert_rewrites(build: object, before: relax.Function, expected: relax.Function) -> None:
@@ -123,3 +124,43 @@ def padded_convolution(width: list[int], value: float = 0.0, mode: str = "consta
 def names(function: relax.Function) -> list[str]:
     bindings = FoldPad()(tvm.IRModule({"main": function}))["main"].body.blocks[0].bindings
     return [op_name(binding.value) for binding in bindings if op_name(binding.value)]
+
+
+def trimmed(h: int, taps: int, padding: tuple[int, int], stride: int = 1, dilation: int = 1, weight: float = 1.0) -> relax.Call:
+    """The convolution that TrimTaps leaves of one along the rows, whose weights are 1, 2, ... times `weight`."""
+    weights = weight * np.arange(1, taps + 1, dtype=np.float32).reshape(1, 1, taps, 1)
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((1, 1, h, 3), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            options = {"strides": (stride, 1), "dilation": (dilation, 1), "padding": (padding[0], 0, padding[1], 0)}
+            y = builder.emit_output(relax.op.nn.conv2d(x, relax.const(weights), **options))
+        builder.emit_func_output(y)
+    mod = TrimTaps()(builder.get())
+    tvm.ir.assert_structural_equal(TrimTaps()(mod), mod)
+    (block,) = mod["main"].body.blocks
+    assert shape_of(block.bindings[-1].value) == shape_of(y)
+    return block.bindings[-1].value
+
+
+@pytest.mark.parametrize(
+    ("h", "taps", "padding", "options", "left", "left_padding"),
+    [
+        (1, 5, (4, 0), {}, [5], (0, 0)),  # causal, one step: all but the last tap read padding
+        (1, 3, (1, 1), {}, [2], (0, 0)),
+        (2, 5, (4, 0), {}, [4, 5], (1, 0)),
+        (5, 5, (4, 0), {}, [1, 2, 3, 4, 5], (4, 0)),
+        (1, 3, (4, 0), {"dilation": 2}, [3], (0, 0)),
+        (2, 3, (3, 3), {"stride": 4}, [1], (3, 1)),  # the second output reads row 1 with its first tap, and rows 2 and 3 are padding
+        (1, 3, (0, 2), {}, [1], (0, 0)),
+    ],
+)
+def test_taps_that_only_meet_padding_are_trimmed(h, taps, padding, options, left, left_padding) -> None:
+    call = trimmed(h, taps, padding, **options)
+    assert np.ravel(np.from_dlpack(call.args[1].value)).tolist() == left
+    assert tuple(int(width) for width in call.attrs.padding) == (left_padding[0], 0, left_padding[1], 0)
+
+
+def test_taps_of_infinite_weights_stay() -> None:
+    """Infinity times the zero of the padding is NaN."""
+    assert trimmed(1, 3, (2, 0), weight=float("inf")).args[1].ty.shape[2] == 3

@@ -15,7 +15,7 @@ from tvm import relax
 
 from .affine import FoldAffine
 from .constants import FoldConstants
-from .convolution import Conv1dToConv2d, FoldPad
+from .convolution import Conv1dToConv2d, FoldPad, TrimTaps
 from .einsum import EinsumToMatmul
 from .half import ComputeHalfInSingle
 from .matmul import CanonicalizeMatmul
@@ -38,6 +38,7 @@ def canonical() -> tvm.ir.transform.Pass:
             EinsumToMatmul(),
             CanonicalizeMatmul(),
             Conv1dToConv2d(),
+            TrimTaps(),
             ComputeHalfInSingle(),
             FoldConstants(),
             Simplify(),

@@ -2,14 +2,16 @@
 
 Conv1dToConv2d  conv1d(x (n, c, w), W (o, i, k))  ->  reshape(conv2d(reshape(x, (n, c, 1, w)), W (o, i, 1, k)), (n, o, w'))
 FoldPad         conv2d(pad(x, zeros))             ->  conv2d(x) with the padding in its attributes
+TrimTaps        conv2d(x (n, c, 1, w), W (o, i, 5, k), padding=(4, 0, 0, 0))  ->  conv2d(x, W[:, :, 4:], padding=0)
 """
 
 from __future__ import annotations
 
+import numpy as np
 from tvm import relax
 from tvm.relax import Expr
 
-from .rewrite import Rewriter, as_pass, is_static, op_name, reshape, shape_of, with_attrs
+from .rewrite import Rewriter, array_of, as_pass, constant, is_static, op_name, reshape, shape_of, with_attrs
 
 
 @as_pass
@@ -60,3 +62,29 @@ class FoldPad(Rewriter):
         (above, below), (left, right) = widths[layout.index("H")], widths[layout.index("W")]
         padding = [int(own) + extra for own, extra in zip(value.attrs.padding, (above, left, below, right), strict=True)]
         return with_attrs(value, [pad.args[0], value.args[1]], padding=padding)
+
+
+@as_pass
+class TrimTaps(Rewriter):
+    """Leave out the rows and columns of a kernel that meet nothing but padding, whatever the output: a causal network in steps of one."""
+
+    def rewrite(self, value: Expr) -> Expr:
+        if op_name(value) != "nn.conv2d" or not is_static(value) or not is_static(value.args[0]):
+            return value
+        attrs, weights = value.attrs, array_of(value.args[1])
+        if weights is None or (attrs.data_layout, attrs.kernel_layout) != ("NCHW", "OIHW") or not np.isfinite(weights).all():
+            return value
+        padding = [int(width) for width in attrs.padding]
+        for axis in (0, 1):
+            stride, dilation = int(attrs.strides[axis]), int(attrs.dilation[axis])
+            taps, extent, outputs = weights.shape[2 + axis], shape_of(value.args[0])[2 + axis], shape_of(value)[2 + axis]
+            before, after = padding[axis], padding[axis + 2]
+            firsts = [tap * dilation - before for tap in range(taps)]  # what the first output reads there
+            read = [tap for tap, at in enumerate(firsts) if any(0 <= at + o * stride < extent for o in range(outputs))]
+            if read:
+                low, high = min(read[0], before // dilation), min(taps - 1 - read[-1], after // dilation)
+                padding[axis], padding[axis + 2] = before - low * dilation, after - high * dilation
+                weights = weights[:, :, low : taps - high] if axis == 0 else weights[:, :, :, low : taps - high]
+        if weights.shape == shape_of(value.args[1]):
+            return value
+        return with_attrs(value, [value.args[0], constant(weights)], padding=padding)
