@@ -39,6 +39,8 @@ SHAPES = [
     Conv2d(1, 1, 1, 5, 7, 1, 1, (2, 2), (1, 1, 0, 0)),
     Conv2d(1, 2, 3, 5, 7, 5, 7, padding=(2, 3, 2, 3)),
     Conv2d(1, 5, 5, 1, 1, 1, 1),
+    Conv2d(1, 6, 7, 20, 1, 3, 3, padding=(1, 1, 1, 1)),  # one channel: dot products
+    Conv2d(1, 3, 9, 64, 1, 1, 3, padding=(0, 1, 0, 1)),
 ]
 PADDED = chained(Conv2d(1, 5, 9, 5, 19, 3, 3, padding=(1, 1, 0, 2)))
 DEFAULT = candidates(PADDED, HOST)[0]
@@ -116,9 +118,10 @@ def test_bits_are_the_same_for_every_thread_count() -> None:
     assert_same_bits([result for (result,) in run(PADDED, chosen, HOST, inputs_of(PADDED))], chosen)
 
 
-def test_bits_are_the_same_on_every_isa() -> None:
-    inputs = inputs_of(PADDED)
-    assert_same_bits([run_default(PADDED, Machine(isa), inputs) for isa in RUNNABLE], RUNNABLE)
+@pytest.mark.parametrize("workload", [PADDED, chained(Conv2d(1, 4, 7, 20, 1, 3, 3, padding=(1, 1, 1, 1)))], ids=["padded", "dot"])
+def test_bits_are_the_same_on_every_isa(workload: Workload) -> None:
+    inputs = inputs_of(workload)
+    assert_same_bits([run_default(workload, Machine(isa), inputs) for isa in RUNNABLE], RUNNABLE)
 
 
 @pytest.mark.parametrize("anchor", SHAPES, ids=str)

@@ -33,7 +33,10 @@ SHAPES = [
     Matmul(1, 1, 1, 1),
     Matmul(1, 1, 7, 5),
     Matmul(1, 1, 300, 33),
-    Matmul(1, 23, 1, 9),
+    Matmul(1, 23, 1, 9),  # one column: dot products
+    Matmul(3, 11, 1, 37),
+    Matmul(2, 3, 1, 40, "mbk", "bnk", "bmn", constant_b=False),
+    Matmul(1, 6, 1, 21, "km", "kn", "mn"),
     Matmul(1, 31, 50, 17),
     Matmul(1, 64, 64, 64),
 ]
@@ -107,9 +110,10 @@ def test_bits_are_the_same_for_every_thread_count() -> None:
     assert_same_bits([result for (result,) in run(RAGGED, chosen, HOST, inputs_of(RAGGED))], chosen)
 
 
-def test_bits_are_the_same_on_every_isa() -> None:
-    inputs = inputs_of(RAGGED)
-    assert_same_bits([run_default(RAGGED, Machine(isa), inputs) for isa in RUNNABLE], RUNNABLE)
+@pytest.mark.parametrize("workload", [RAGGED, chained(Matmul(1, 11, 1, 37)), chained(Matmul(1, 9, 34, 7))], ids=["ragged", "dot", "narrow"])
+def test_bits_are_the_same_on_every_isa(workload: Workload) -> None:
+    inputs = inputs_of(workload)
+    assert_same_bits([run_default(workload, Machine(isa), inputs) for isa in RUNNABLE], RUNNABLE)
 
 
 @pytest.mark.parametrize("layout", ["bkn", "bnk"])

@@ -5,6 +5,7 @@ Strategy
     2. A th x tw block of output pixels by nr channels lives in registers over the whole reduction, which ascends in kh, kw, ci.
     3. Small images take several rows to a tile, so that 7x7 fills the registers as 56x56 does.
     4. Padding is a zero-bordered copy or inline, see window.py.
+    5. A single output channel is a dot product over each tap's input channels, see dot.py.
 Rejected: im2col (writes KH * KW times the input); NCHW (its taps can't be one vector across output channels).
 Source    direct convolution with register blocking over pixels and channels: Zhang, Franchetti and Low, ICML 2018.
 """
@@ -14,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from tvm.ir import Expr
 
 from ..errors import ScheduleRefused
 from ..values import Candidate, Conv2d, Epilogue, Machine, Workload
 from . import emit, window
+from .dot import DotTile
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
+from .forms import LOGICAL_LANES
 from .grain import compute_seconds, threads_for
 from .matmul import panelled
 from .placement import store_tile
@@ -51,10 +55,18 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
     ]
 
 
+def is_dot(anchor: Conv2d) -> bool:
+    """Whether there is nothing but the input channels to vectorise over."""
+    return anchor.co == 1
+
+
 def _tile_cycles(anchor: Conv2d, th: int, tw: int, nr: int, machine: Machine) -> float:
     """Of one image and group. The last panel, row of tiles and column of tiles may be smaller; each counts with its own cost."""
-    reduction = anchor.kh * anchor.kw * (anchor.ci // anchor.groups)
-    lanes = machine.isa.lanes(anchor.dtype)
+    channels, lanes = anchor.ci // anchor.groups, machine.isa.lanes(anchor.dtype)
+    if is_dot(anchor):
+        steps = anchor.kh * anchor.kw * -(-channels // LOGICAL_LANES)
+        return tile_cycles((anchor.oh, th), (anchor.ow, tw), (LOGICAL_LANES, LOGICAL_LANES), steps, lanes, machine)
+    reduction = anchor.kh * anchor.kw * channels
     return tile_cycles((anchor.oh, th), (anchor.ow, tw), (anchor.co // anchor.groups, nr), reduction, lanes, machine)
 
 
@@ -69,11 +81,12 @@ def cycles(workload: Workload, candidate: Candidate, machine: Machine) -> float:
 def _blocks(anchor: Conv2d, vectors: int, machine: Machine) -> Iterator[tuple[int, int]]:
     # 14x32 spills on 100x96x2->64 in 2 groups (322 us), 12x32 doesn't (167 us)
     ahead = 2 if anchor.kh * anchor.kw * (anchor.ci // anchor.groups) <= UNROLLED else 0
+    each = max(1, LOGICAL_LANES // machine.isa.lanes(anchor.dtype)) if is_dot(anchor) else 1  # vectors of an accumulator
     for tw in range(1, min(anchor.ow, 28) + 1):
         for th in range(1, anchor.oh + 1):
             if th > 1 and tw < anchor.ow:
                 break  # several rows only where one row can't fill the registers
-            if th * tw > 1 and th * tw * vectors + (1 + ahead) * vectors + 1 > machine.isa.registers:
+            if th * tw > 1 and (th * tw * vectors + (1 + ahead) * vectors) * each + 1 > machine.isa.registers:
                 break
             yield th, tw
 
@@ -141,30 +154,44 @@ def _body(
 
     def micro(n: Index, group: Index, panel: Index, width: int, oh0: Index, rows: int, ow0: Index, columns: int) -> None:
         tile = RegisterTile(rows * columns, width, emit.lanes_for(width, lanes), anchor.dtype)
+        products = DotTile(rows * columns, anchor.dtype) if is_dot(anchor) else None
         panel_width = tile.vectors * tile.lanes
         weights = (group * emit.padded(per_group, nr, lanes) + panel * nr) * taps
 
-        def column(dx: int, kw: Index) -> Index:
-            return (ow0 + dx) * anchor.stride[1] - left + kw * anchor.dilation[1]
+        def first_channel(pixel: int, kh: Index, kw: Index) -> Index | None:
+            """Where the channels that a tap of an output pixel reads begin; None outside of the image."""
+            dy, dx = divmod(pixel, columns)
+            ih = (oh0 + dy) * anchor.stride[0] - top + kh * anchor.dilation[0]
+            iw = (ow0 + dx) * anchor.stride[1] - left + kw * anchor.dilation[1]
+            if isinstance(iw, int) and not 0 <= iw < image.shape[2]:
+                return None
+            return n * image.strides[0] + ih * row_stride + iw * pixel_stride + group * channels
 
         def accumulate(kh: Index, kw: Index, blank: bool) -> None:
-            def step(ci: Index) -> None:
-                start = weights + ((kh * anchor.kw + kw) * channels + ci) * panel_width
-                row_of_w = [w.load(start + vector * tile.lanes, tile.lanes) for vector in range(tile.vectors)]
-                for dy in range(rows):
-                    for dx in range(columns):
-                        iw = column(dx, kw)
-                        outside = blank or (isinstance(iw, int) and not 0 <= iw < image.shape[2])
-                        if outside:
-                            value = emit.constant(0.0, anchor.dtype, tile.lanes)
-                        else:
-                            ih = (oh0 + dy) * anchor.stride[0] - top + kh * anchor.dilation[0]
-                            at = n * image.strides[0] + ih * row_stride + iw * pixel_stride + group * channels + ci
-                            value = emit.splat(image.scalar(at), tile.lanes)
-                        for vector in range(tile.vectors):
-                            tile.accumulate(dy * columns + dx, vector, value, row_of_w[vector])
+            starts = [None if blank else first_channel(pixel, kh, kw) for pixel in range(rows * columns)]
+            start_of_w = weights + (kh * anchor.kw + kw) * (channels * panel_width)
 
-            emit.reduce_over(channels, candidate["ku"], step)
+            def step(ci: Index) -> None:
+                at = start_of_w + ci * panel_width
+                row_of_w = [w.load(at + vector * tile.lanes, tile.lanes) for vector in range(tile.vectors)]
+                for pixel, start in enumerate(starts):
+                    if start is None:
+                        value = emit.constant(0.0, anchor.dtype, tile.lanes)
+                    else:
+                        value = emit.splat(image.scalar(start + ci), tile.lanes)
+                    for vector in range(tile.vectors):
+                        tile.accumulate(pixel, vector, value, row_of_w[vector])
+
+            def run_of_x(pixel: int, ci: Index, valid: int) -> Expr:
+                start = starts[pixel]
+                if start is None:
+                    return emit.constant(0.0, anchor.dtype, LOGICAL_LANES)
+                return image.load(start + ci, LOGICAL_LANES, valid)
+
+            if products is None:
+                emit.reduce_over(channels, candidate["ku"], step)
+            else:
+                products.accumulate(channels, run_of_x, lambda ci, valid: w.load(start_of_w + ci, LOGICAL_LANES, valid))
 
         def row_of_taps(kh: Index, blank: bool) -> None:
             if inline and isinstance(ow0, int):  # which taps are outside depends on kw: it has to be known
@@ -181,7 +208,7 @@ def _body(
             else:
                 row_of_taps(kh, False)
         store_tile(
-            tile,
+            tile if products is None else products.folded(),
             candidate.placement,
             epilogue,
             operands,

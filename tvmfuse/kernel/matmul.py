@@ -6,6 +6,7 @@ Strategy
     3. Tiles are ordered panel by panel, so that a panel stays in cache while the rows of A pass, or row by row, so that A and C pass
        through the cache once (1,370 us and 1,120 for 3136x256x64 with a residual).
     4. Rows and columns that don't fill a tile get a smaller tile of their own.
+    5. One column alone is a dot product, see dot.py.
 Rejected: splitting k over accumulators or threads (bits would depend on it); padding M (wasted work on tall, thin A).
 Source    the register-tile form is BLIS's micro-kernel (Van Zee and van de Geijn, TOMS 2015, section 4).
 """
@@ -14,11 +15,14 @@ from __future__ import annotations
 
 import numpy as np
 from tvm import tirx
+from tvm.ir import Expr
 
 from ..values import ITEM_BYTES, Candidate, Epilogue, Machine, Matmul, Workload
 from . import emit
+from .dot import DotTile
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
+from .forms import LOGICAL_LANES
 from .grain import compute_seconds, threads_for
 from .placement import store_tile
 from .space import assemble, candidates_of, check_tile, eviction, tile_cycles, unroll
@@ -31,6 +35,11 @@ def packed_columns(anchor: Matmul, nr: int, lanes: int) -> int:
     return emit.padded(anchor.n, nr, lanes)
 
 
+def is_dot(anchor: Matmul) -> bool:
+    """Whether there is nothing but k to vectorise over, along which A has to be dense."""
+    return anchor.n == 1 and anchor.a.endswith("k")
+
+
 def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
     """Legal register tiles, the analytically best first.
 
@@ -41,13 +50,15 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
     lanes = machine.isa.lanes(anchor.dtype)
     row_bytes = _axis_strides(anchor.a, anchor)["m"] * ITEM_BYTES[anchor.dtype]
     found: dict[tuple[int, int], float] = {}
+    each = max(1, LOGICAL_LANES // lanes) if is_dot(anchor) else 1  # vectors of an accumulator
     for vectors in range(1, 17):
         if vectors > -(-anchor.n // lanes):
             break
         for rows in range(1, 29):
-            if rows > anchor.m or rows * vectors + vectors + 1 > machine.isa.registers:
+            if rows > anchor.m or (rows * vectors + vectors) * each + 1 > machine.isa.registers:
                 continue
-            cycles = tile_cycles((anchor.m, rows), (1, 1), (anchor.n, vectors * lanes), anchor.k, lanes, machine)
+            width, steps = (LOGICAL_LANES, -(-anchor.k // LOGICAL_LANES)) if is_dot(anchor) else (anchor.n, anchor.k)
+            cycles = tile_cycles((anchor.m, rows), (1, 1), (width, vectors * each * lanes), steps, lanes, machine)
             found[rows, vectors] = eviction(rows, row_bytes, machine) * cycles
     split = threads_for(machine, compute_seconds(workload, machine))
     # Rows outside read and write A and C once and in whole lines, but all of B for each row of tiles: it has to stay in the L2.
@@ -124,7 +135,17 @@ def _body(
     a_stride, b_stride = _axis_strides(anchor.a, anchor), _axis_strides(anchor.b, anchor)
     columns = packed_columns(anchor, nr, lanes)
 
-    def micro(batch: Index, row0: Index, rows: int, column0: Index, width: int) -> None:
+    def dot(batch: Index, row0: Index, rows: int) -> RegisterTile:
+        start_of_b = batch * (b_stride["b"] if direct else anchor.k)
+
+        def row_of_a(row: int, k: Index, valid: int) -> Expr:
+            return a.load(batch * a_stride["b"] + (row0 + row) * a_stride["m"] + k, LOGICAL_LANES, valid)
+
+        products = DotTile(rows, anchor.dtype)
+        products.accumulate(anchor.k, row_of_a, lambda k, valid: b.load(start_of_b + k, LOGICAL_LANES, valid))
+        return products.folded()
+
+    def product(batch: Index, row0: Index, rows: int, column0: Index, width: int) -> RegisterTile:
         tile = RegisterTile(rows, width, emit.lanes_for(width, lanes), anchor.dtype)
         panel_width = tile.vectors * tile.lanes
 
@@ -142,6 +163,10 @@ def _body(
                     tile.accumulate(row, vector, value, row_of_b[vector])
 
         emit.reduce_over(anchor.k, unroll, step)
+        return tile
+
+    def micro(batch: Index, row0: Index, rows: int, column0: Index, width: int) -> None:
+        tile = dot(batch, row0, rows) if is_dot(anchor) else product(batch, row0, rows, column0, width)
         position = {"b": batch, "n": column0}
         store_tile(
             tile,
