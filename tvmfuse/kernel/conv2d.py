@@ -182,16 +182,16 @@ def _body(
                     for vector in range(tile.vectors):
                         tile.accumulate(pixel, vector, value, row_of_w[vector])
 
-            def run_of_x(pixel: int, ci: Index, valid: int) -> Expr:
+            def run_of_x(pixel: int, ci: Index, count: int) -> Expr:
                 start = starts[pixel]
                 if start is None:
-                    return emit.constant(0.0, anchor.dtype, LOGICAL_LANES)
-                return image.load(start + ci, LOGICAL_LANES, valid)
+                    return emit.constant(0.0, anchor.dtype, count)
+                return image.load(start + ci, count)
 
             if products is None:
                 emit.reduce_over(channels, candidate["ku"], step)
             else:
-                products.accumulate(channels, run_of_x, lambda ci, valid: w.load(start_of_w + ci, LOGICAL_LANES, valid))
+                products.accumulate(channels, run_of_x, lambda ci, count: w.load(start_of_w + ci, count))
 
         def row_of_taps(kh: Index, blank: bool) -> None:
             if inline and isinstance(ow0, int):  # which taps are outside depends on kw: it has to be known

@@ -12,35 +12,41 @@ from collections.abc import Callable
 from tvm.ir import Expr
 
 from . import emit, rounding
-from .emit import RegisterTile
-from .forms import LOGICAL_LANES
+from .emit import Index, RegisterTile
+from .forms import LOGICAL_LANES, powers_of_two
 
 
 class DotTile:
     """rows dot products at a time, all with one vector."""
 
     def __init__(self, rows: int, dtype: str) -> None:
-        self._lanes = RegisterTile(rows, LOGICAL_LANES, LOGICAL_LANES, dtype)
+        self._rows, self._lanes = rows, emit.registers(rows * LOGICAL_LANES, dtype)
+        for row in range(rows):
+            self._lanes.store(row * LOGICAL_LANES, emit.constant(0.0, dtype, LOGICAL_LANES), LOGICAL_LANES)
 
-    def accumulate(self, length: int, a: Callable[[int, emit.Index, int], Expr], b: Callable[[emit.Index, int], Expr]) -> None:
-        """Add `length` products. a(row, k, valid) and b(k, valid) are 16 elements from k on, zeros from `valid` on."""
+    def accumulate(self, length: int, a: Callable[[int, Index, int], Expr], b: Callable[[Index, int], Expr]) -> None:
+        """Add `length` products. a(row, k, lanes) and b(k, lanes) are `lanes` elements from k on."""
 
-        def step(k: emit.Index, valid: int) -> None:
-            vector = b(k, valid)
-            for row in range(self._lanes.rows):
-                self._lanes.accumulate(row, 0, a(row, k, valid), vector)
+        def step(k: Index, lanes: int, lane: int = 0) -> None:
+            vector = b(k, lanes)
+            for row in range(self._rows):
+                start = row * LOGICAL_LANES + lane
+                self._lanes.store(start, rounding.fma(a(row, k, lanes), vector, self._lanes.load(start, lanes)), lanes)
 
-        emit.each_vector(length, LOGICAL_LANES, step)
+        whole = length // LOGICAL_LANES * LOGICAL_LANES
+        if whole:
+            with emit.loop(whole // LOGICAL_LANES) as run:
+                step(run * LOGICAL_LANES, LOGICAL_LANES)
+        for start, lanes in powers_of_two(whole, length):
+            step(start, lanes, start - whole)
 
     def folded(self) -> RegisterTile:
         """The results as a tile of one column."""
-        rows, dtype = self._lanes.rows, self._lanes.dtype
-        cells, tile = emit.scratch(rows * LOGICAL_LANES, dtype), RegisterTile(rows, 1, 1, dtype)
-        for row in range(rows):
+        lanes, tile = self._lanes, RegisterTile(self._rows, 1, 1, self._lanes.dtype)
+        for row in range(self._rows):
             start, half = row * LOGICAL_LANES, LOGICAL_LANES // 2
-            cells.store(start, self._lanes[row, 0], LOGICAL_LANES)
             while half:
-                cells.store(start, rounding.add(cells.load(start, half), cells.load(start + half, half)), half)
+                lanes.store(start, rounding.add(lanes.load(start, half), lanes.load(start + half, half)), half)
                 half //= 2
-            tile.set(row, 0, cells.scalar(start))
+            tile.set(row, 0, lanes.scalar(start))
         return tile

@@ -141,6 +141,11 @@ def scratch(size: int, dtype: str) -> Flat:
     return Flat(T.alloc_buffer((size,), dtype, scope="global", align=64), (size,), dtype)
 
 
+def registers(size: int, dtype: str) -> Flat:
+    """Accumulators: LLVM keeps them in registers as long as every offset into them is a constant."""
+    return Flat(T.alloc_buffer((size,), dtype, scope="local", align=64), (size,), dtype)
+
+
 def held(value: Expr) -> Expr:
     """value, computed once: stored to a cell of its own and read back. LLVM keeps the cell in a register.
 

@@ -257,7 +257,7 @@ class Emitter:
         if done < axis.extent and not self._in_place(nest):
             body(index(axis.extent - width), 1, width)
             return
-        for start, piece in _pieces(done, axis.extent):
+        for start, piece in powers_of_two(done, axis.extent):
             body(index(start), 1, piece)
 
     def _scalar(self, nest: Nest, form: Form) -> None:
@@ -345,7 +345,7 @@ class Emitter:
             with _over(nest.reduction[:-1]) as steps:
                 with _serial(whole) as i:
                     accumulate(steps, i * LOGICAL_LANES, 0, LOGICAL_LANES)
-                for start, piece in _pieces(whole * LOGICAL_LANES, along.extent):
+                for start, piece in powers_of_two(whole * LOGICAL_LANES, along.extent):
                     accumulate(steps, index(start), start % LOGICAL_LANES, piece)
             for half in (8, 4, 2, 1):
                 with _lanes(half) as i:
@@ -444,7 +444,7 @@ def _load(store: Store) -> TensorLoad:
     return store.value
 
 
-def _pieces(start: int, stop: int) -> list[tuple[int, int]]:
+def powers_of_two(start: int, stop: int) -> list[tuple[int, int]]:
     """(start, length) of runs whose lengths are powers of two, the longest first."""
     pieces = []
     while start < stop:

@@ -138,11 +138,11 @@ def _body(
     def dot(batch: Index, row0: Index, rows: int) -> RegisterTile:
         start_of_b = batch * (b_stride["b"] if direct else anchor.k)
 
-        def row_of_a(row: int, k: Index, valid: int) -> Expr:
-            return a.load(batch * a_stride["b"] + (row0 + row) * a_stride["m"] + k, LOGICAL_LANES, valid)
+        def row_of_a(row: int, k: Index, count: int) -> Expr:
+            return a.load(batch * a_stride["b"] + (row0 + row) * a_stride["m"] + k, count)
 
         products = DotTile(rows, anchor.dtype)
-        products.accumulate(anchor.k, row_of_a, lambda k, valid: b.load(start_of_b + k, LOGICAL_LANES, valid))
+        products.accumulate(anchor.k, row_of_a, lambda k, count: b.load(start_of_b + k, count))
         return products.folded()
 
     def product(batch: Index, row0: Index, rows: int, column0: Index, width: int) -> RegisterTile:
