@@ -212,6 +212,10 @@ def test_explain_adds_prediction_and_refusals(invoke: Invoke, asked: dict, model
     assert (told["refusals"][0]["node"], told["sites"][0]["options"][1]["verdict"]["ci"]) == ("probabilities", [0.88, 0.92])
 
 
+def test_the_command_that_explain_suggests_keeps_the_shapes(invoke: Invoke, asked: dict, model: Path) -> None:
+    assert f"`tvmfuse explain {model} --shape T=8 SITE` tells all" in invoke("explain", model, "--shape", "T=8").err
+
+
 def test_explain_tells_all_of_one_site(invoke: Invoke, asked: dict, model: Path) -> None:
     done = invoke("explain", model, "conv", "--before-after")
     assert "tile@1 mr=6" in done.out and "wins: for this test" in done.out and "not in the loop: act" in done.out

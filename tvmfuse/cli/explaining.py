@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +49,8 @@ def explain(
         print_table([cells(e) for e in sites])
         for refusal in report.refusals:
             typer.echo(visible(str(refusal)))
-        say(f"{len(sites)} sites, {len(report.refusals)} refusals; `tvmfuse explain {model} SITE` tells all of one")
+        again = shlex.join(["tvmfuse", "explain", str(model), *(word for given in shape or () for word in ("--shape", given))])
+        say(f"{len(sites)} sites, {len(report.refusals)} refusals; `{again} SITE` tells all of one")
         return
     print_fields({**cells(sites[0]), **{f"not in the loop: {b.op}": str(b) for b in sites[0].blocked}})
     typer.echo()
