@@ -147,7 +147,7 @@ def _explained(found: FoundSite, plan: Plan, blocked: tuple[Blocked, ...], limit
     return Explained(
         site=described(found, plan.chooser),
         why=_why(choice, match),
-        hint=_hint(match, plan) if match and match.kind == "hint" else None,
+        hint=_hint(match) if match and match.kind == "hint" else None,
         predicted_s=chosen.predicted_s,
         predicted_ratio=choice.ratio if choice.source == "predicted" and choice.ratio else chosen.predicted_ratio,
         bytes_saved=2 * size if choice.candidate.cut and choice.candidate.cut == len(workload.epilogue.steps) else 0,
@@ -194,7 +194,7 @@ def _why(choice: Choice, match: Match | None) -> str:
     return WHY[source]
 
 
-def _hint(match: Match, plan: Plan) -> str:
+def _hint(match: Match) -> str:
     there, verdict = match.record.conditions, match.record.verdict
     assert verdict is not None
     chose = f"{match.candidate.placement}@{match.candidate.cut}" if match.candidate else "the default"

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -40,11 +40,6 @@ OP_COST = {
     "div": 8, "sqrt": 9, "pow": 40, "exp": 14, "log": 18, "sigmoid": 24, "tanh": 20, "erf": 22, "softplus": 34, "leaky_relu": 2, "clip": 2,
 }  # fmt: skip
 FAMILIES = ("matmul", "conv2d", "depthwise", "conv2d_transpose", "recurrent", "elementwise")
-
-
-class Ranker(Protocol):
-    def rank(self, workload: Workload, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """The same candidates, the most promising first."""
 
 
 def features(workload: Workload, candidate: Candidate, machine: Machine) -> dict[str, float]:

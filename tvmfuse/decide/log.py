@@ -526,7 +526,7 @@ def _writable(path: Path) -> Iterator[None]:
         with filelock.FileLock(f"{path}.lock", timeout=LOCK_TIMEOUT_S):
             yield
     except filelock.Timeout:
-        raise UsageError(f"tuning log {path} has been locked by another process for {LOCK_TIMEOUT_S:.0f} s") from None
+        raise UsageError(f"tuning log {path} has been locked by another process for {LOCK_TIMEOUT_S:.0f} s; let that end first") from None
     except OSError as error:
         problem = f"tuning log {path} can't be written: {error.strerror}"
         raise UsageError(f"{problem}; pass a folder of your own as logs", f"{problem}; name a folder of your own with --logs") from error
