@@ -129,7 +129,8 @@ INTERRUPTED_AT = """
 import atexit, os, signal, sys
 
 def at(event, arguments):
-    if event == "import" and arguments[0] == where:
+    package, _, inside = where.partition(".")
+    if event == "import" and arguments[0] == where and (not inside or package in sys.modules):
         os.kill(os.getpid(), signal.SIGINT)
 
 where = sys.argv.pop(1)
