@@ -98,7 +98,9 @@ def test_interrupted_command_leaves_nothing(model: Path, tmp_path: Path, command
     time.sleep(after_s)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 or (process.returncode == 0 and command not in ("tune", "demo")), err
+    said = bool(out) or "kernels" in err  # all that it had to say: it was over, or Python was, which gives its handler up as it ends
+    over = said and process.returncode in (0, -signal.SIGINT) and command not in ("tune", "demo")
+    assert process.returncode == 130 or over, err
     assert "Traceback" not in err
     assert left_over(process.pid) == []
     assert temporary(tmp_path) == []
