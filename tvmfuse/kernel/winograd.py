@@ -16,6 +16,7 @@ Source      Lavin and Gray, arXiv 1509.09308; points as in Barabasz et al., arXi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -142,10 +143,14 @@ def candidates(workload: Workload, m: int, machine: Machine) -> tuple[Candidate,
 
 
 def beside(workload: Workload, exact: tuple[Candidate, ...], machine: Machine) -> tuple[Candidate, ...]:
-    """The exact candidates and ours, algorithm by algorithm, the one that the analytic priors like best first."""
-    ways = [(conv2d.cycles(workload, exact[0], machine), exact)]
+    """The exact candidates and ours, algorithm by algorithm, the one that the analytic priors like best on one thread first.
+
+    On one thread, however many there are: the algorithm decides the bits, and threads must not.
+    """
+    alone = dataclasses.replace(machine, threads=1)
+    ways = [(conv2d.cycles(workload, conv2d.candidates(workload, alone)[0], alone), exact)]
     for m in WINOGRAD.values():
-        ways.append((tiles(workload, m, machine)[0][0], candidates(workload, m, machine)))
+        ways.append((tiles(workload, m, alone)[0][0], candidates(workload, m, machine)))
     return tuple(candidate for _, way in sorted(ways, key=lambda way: way[0]) for candidate in way)
 
 
