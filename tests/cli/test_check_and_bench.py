@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,20 +10,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from tvmfuse import benching, check, cli, compare
+from tvmfuse import benching, check, compare
 
 Invoke = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Invoke:
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tvmfuse", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code or 0, *capfd.readouterr()  # type: ignore[return-value]
-
-    return call
 
 
 @pytest.fixture

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tvmfuse import cli, tuning
+from tvmfuse import tuning
 from tvmfuse.decide.log import Conditions, Log, Record
 from tvmfuse.decide.search import Demand, Plan
 from tvmfuse.values import Candidate, Host, Matmul, Measurement, Verdict, Workload
@@ -24,17 +23,6 @@ CLOSED = Record.of(WORKLOAD, Verdict("keeps default", DEFAULT, 1.0, (0.99, 1.01)
 BEGUN = Record.of(OTHER, Measurement(QUICK, (1e-6, 2e-6), default_s=(2e-6, 4e-6)), HERE)
 
 Invoke = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Invoke:
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tvmfuse", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code or 0, *capfd.readouterr()  # type: ignore[return-value]
-
-    return call
 
 
 @pytest.fixture

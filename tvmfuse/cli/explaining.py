@@ -14,7 +14,7 @@ import tvmfuse
 from ..errors import UsageError
 from ..values import Roofline
 from .arguments import AsJson, Logs, Model, Numerics, Shapes, Threads, parse_shapes
-from .output import anchor, describe, placed, print_fields, print_table, say, stdout, visible
+from .output import describe, interval, place_cells, print_fields, print_table, say, stdout, visible
 
 if TYPE_CHECKING:
     from ..explaining import Explained, Option
@@ -64,14 +64,9 @@ def explain(
 def cells(e: Explained) -> dict[str, str]:
     """A site as a line of a table: heading -> text."""
     site = e.site
-    interval = f" [{site.ci[0]:.3f}, {site.ci[1]:.3f}]" if site.ci else ""
     return {
-        "site": site.name,
-        "anchor": anchor(site),
-        "epilogue": " ".join(site.epilogue),
-        "across": " ".join(site.crossed),
-        "placement": placed(site),
-        "measured": f"{site.ratio:.3f}{interval}" if interval else "",
+        **place_cells(site),
+        "measured": f"{site.ratio:.3f}{interval(site)}" if site.ci else "",
         "predicted": f"{e.predicted_ratio:.3f}",
         "predicted us": f"{e.predicted_s * 1e6:.3g}",
         "bound us": "" if e.bound_s is None else f"{e.bound_s * 1e6:.3g}",

@@ -84,16 +84,27 @@ def placed(site: Site) -> str:
     return f"{site.placement} {site.cut}/{len(site.workload.epilogue.steps)}" if site.placement else "-"
 
 
-def cells(site: Site) -> dict[str, str]:
-    """A site as a line of a table: heading -> text."""
-    interval = f" [{site.ci[0]:.3f}, {site.ci[1]:.3f}]" if site.ci else ""
+def place_cells(site: Site) -> dict[str, str]:
+    """What a site is and where it is computed: heading -> text."""
     return {
         "site": site.name,
         "anchor": anchor(site),
         "epilogue": " ".join(site.epilogue),
         "across": " ".join(site.crossed),
         "placement": placed(site),
-        "ratio [interval]": f"{site.ratio:.3f}{interval}" if site.ratio is not None else "",
+    }
+
+
+def interval(site: Site) -> str:
+    """Behind a ratio; empty where none was measured."""
+    return f" [{site.ci[0]:.3f}, {site.ci[1]:.3f}]" if site.ci else ""
+
+
+def cells(site: Site) -> dict[str, str]:
+    """A site as a line of a table: heading -> text."""
+    return {
+        **place_cells(site),
+        "ratio [interval]": f"{site.ratio:.3f}{interval(site)}" if site.ratio is not None else "",
         "source": site.source,
         "reason": site.reason or "",
         "exact because": site.why_not_relaxed or "",
