@@ -284,6 +284,21 @@ def test_a_share_of_each_batch_is_what_the_ranking_dislikes(tmp_path: Path, monk
     assert all(c["mr"] > favoured for c in batch[favoured:]) and batch[favoured:] != many[1 + favoured : 1 + search.BATCH]
 
 
+def test_screening_ends_at_a_batch_that_has_nothing_near_the_best(tmp_path: Path) -> None:
+    many = [Candidate("register", 1, (("mr", mr),)) for mr in range(100)]
+    simulated = SimulatedMachine({c: 1.0 if c["mr"] < 10 else 1.5 for c in many})
+    found = tune_site(WORKLOAD, many, simulated, Log([tmp_path]), HERE, clock=simulated.clock)
+    assert len(set(simulated.sampled)) == 1 + 2 * search.BATCH
+    assert found.finished and not found.unreached
+
+
+def test_screening_goes_on_while_batches_have_something_near_the_best(tmp_path: Path) -> None:
+    many = [Candidate("register", 1, (("mr", mr),)) for mr in range(100)]
+    simulated = SimulatedMachine(dict.fromkeys(many, 1.0))
+    tune_site(WORKLOAD, many, simulated, Log([tmp_path]), HERE, clock=simulated.clock)
+    assert set(simulated.sampled) == set(many)
+
+
 def test_same_seed_measures_in_the_same_order(tmp_path: Path) -> None:
     one, two, other = machine(), machine(), machine()
     tune(one, tmp_path / "1")

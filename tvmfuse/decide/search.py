@@ -106,8 +106,9 @@ def tune_site(
 ) -> SiteResult:
     """Measure a site's candidates against its default, candidates[0], and decide.
 
-    Tiles are screened first, each with the first candidate that the family lists for it; the best of them then with every placement and
-    cut. Which tile is best hardly depends on where the epilogue is, so that the space need not be their product.
+    Tiles are screened first, each with the first candidate that the family lists for it, in the ranking's order until a batch, part of
+    which is drawn from the ranking's end, has nothing near the best; the best tiles then with every placement and cut. Which tile is best
+    hardly depends on where the epilogue is, so that the space need not be their product.
     Every measurement, failure and verdict is in the log before the next one is taken, and what the log has of this site under the same
     conditions counts: candidates that failed are not tried again, samples and pairs are not taken twice. When the budget ends, what has
     no verdict keeps the default, and the next run goes on there.
@@ -135,6 +136,7 @@ class _Tuning:
     control: list[float] = field(default_factory=list)
     decided: dict[Candidate, Verdict] = field(default_factory=dict)
     usable: set[Candidate] = field(default_factory=set)  # compiled and compared in this run
+    passed_over: set[Candidate] = field(default_factory=set)  # tiles ranked behind a batch that had nothing near the best
     step_s: dict[str, float] = field(default_factory=lambda: {"screen": 0.0, "process": PROCESS_S})
 
     def run(self, rank: Callable[[Workload, Sequence[Candidate]], Sequence[Candidate]]) -> SiteResult:
@@ -154,7 +156,7 @@ class _Tuning:
         finished = ready and together and not waiting and not any(v.outcome == "too noisy" for v in verdicts)
         if finished:
             self.close(verdicts)
-        known = {*self.screened, *self.failed, *self.decided}
+        known = {*self.screened, *self.failed, *self.decided, *self.passed_over}
         unreached = len(waiting) + sum(1 for c in self.tiles() if c not in known)
         failures = tuple(Measurement(c, error=error) for c, error in self.failed.items())
         choice = rule.choose(verdicts, self.default)
@@ -235,7 +237,11 @@ class _Tuning:
             favoured, rest = todo[: BATCH - EXPLORED], todo[BATCH - EXPLORED :]
             batch = favoured + self.rng.sample(rest, min(EXPLORED, len(rest)))
             todo = [c for c in todo if c not in batch]
+            best = min(self.screened.values(), default=math.inf)
             self.sample(batch)
+            if min((self.screened[c] for c in batch if c in self.screened), default=math.inf) > NEAR * best:
+                self.passed_over = set(todo)
+                break
         for _ in range(SCREEN_ROUNDS - 1):
             left = sorted((c for c in tiles if c in self.screened), key=self.screened.__getitem__)
             tiles = left[: max(TILES_KEPT, len(left) // 2)]
