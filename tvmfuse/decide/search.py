@@ -157,7 +157,7 @@ class _Tuning:
         if finished:
             self.close(verdicts)
         known = {*self.screened, *self.failed, *self.decided, *self.passed_over}
-        unreached = len(waiting) + sum(1 for c in self.tiles() if c not in known)
+        unreached = len(waiting) + sum(1 for c in self.tiles()[1:] if c not in known)
         failures = tuple(Measurement(c, error=error) for c, error in self.failed.items())
         choice = rule.choose(verdicts, self.default)
         return SiteResult(self.workload, self.default, choice, verdicts, failures, unreached, self.spent_s(), finished)
