@@ -259,7 +259,7 @@ def test_pairs_of_other_conditions_do_not_count(tmp_path: Path) -> None:
 def test_budget_ends_screening_and_confirming_and_says_how_many_were_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "BATCH", 4)
     simulated = machine()
-    found = tune(simulated, tmp_path, budget_s=12.0)
+    found = tune(simulated, tmp_path, budget_s=8.0)
     assert set(simulated.sampled) < set(CANDIDATES)
     assert found.choice == DEFAULT and not found.verdicts
     assert found.unreached > 0 and not found.finished
@@ -284,7 +284,7 @@ def test_a_share_of_each_batch_is_what_the_ranking_dislikes(tmp_path: Path, monk
     assert all(c["mr"] > favoured for c in batch[favoured:]) and batch[favoured:] != many[1 + favoured : 1 + search.BATCH]
 
 
-def test_screening_ends_at_a_batch_that_has_nothing_near_the_best(tmp_path: Path) -> None:
+def test_screening_ends_at_a_batch_that_brings_no_new_best(tmp_path: Path) -> None:
     many = [Candidate("register", 1, (("mr", mr),)) for mr in range(100)]
     simulated = SimulatedMachine({c: 1.0 if c["mr"] < 10 else 1.5 for c in many})
     found = tune_site(WORKLOAD, many, simulated, Log([tmp_path]), HERE, clock=simulated.clock)
@@ -292,9 +292,10 @@ def test_screening_ends_at_a_batch_that_has_nothing_near_the_best(tmp_path: Path
     assert found.finished and not found.unreached
 
 
-def test_screening_goes_on_while_batches_have_something_near_the_best(tmp_path: Path) -> None:
+def test_screening_goes_on_while_batches_bring_a_new_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "EXPLORED", 0)
     many = [Candidate("register", 1, (("mr", mr),)) for mr in range(100)]
-    simulated = SimulatedMachine(dict.fromkeys(many, 1.0))
+    simulated = SimulatedMachine({c: 2.0 - c["mr"] / 100 for c in many}, noise=1e-4)
     tune_site(WORKLOAD, many, simulated, Log([tmp_path]), HERE, clock=simulated.clock)
     assert set(simulated.sampled) == set(many)
 

@@ -107,7 +107,7 @@ def tune_site(
     """Measure a site's candidates against its default, candidates[0], and decide.
 
     Tiles are screened first, each with the first candidate that the family lists for it, in the ranking's order until a batch, part of
-    which is drawn from the ranking's end, has nothing near the best; the best tiles then with every placement and cut. Which tile is best
+    which is drawn from the ranking's end, brings no new best; the best tiles then with every placement and cut. Which tile is best
     hardly depends on where the epilogue is, so that the space need not be their product.
     Every measurement, failure and verdict is in the log before the next one is taken, and what the log has of this site under the same
     conditions counts: candidates that failed are not tried again, samples and pairs are not taken twice. When the budget ends, what has
@@ -136,7 +136,7 @@ class _Tuning:
     control: list[float] = field(default_factory=list)
     decided: dict[Candidate, Verdict] = field(default_factory=dict)
     usable: set[Candidate] = field(default_factory=set)  # compiled and compared in this run
-    passed_over: set[Candidate] = field(default_factory=set)  # tiles ranked behind a batch that had nothing near the best
+    passed_over: set[Candidate] = field(default_factory=set)  # tiles ranked behind a batch that brought no new best
     step_s: dict[str, float] = field(default_factory=lambda: {"screen": 0.0, "process": PROCESS_S})
 
     def run(self, rank: Callable[[Workload, Sequence[Candidate]], Sequence[Candidate]]) -> SiteResult:
@@ -239,7 +239,7 @@ class _Tuning:
             todo = [c for c in todo if c not in batch]
             best = min(self.screened.values(), default=math.inf)
             self.sample(batch)
-            if min((self.screened[c] for c in batch if c in self.screened), default=math.inf) > NEAR * best:
+            if best <= min((self.screened[c] for c in batch if c in self.screened), default=math.inf):
                 self.passed_over = set(todo)
                 break
         for _ in range(SCREEN_ROUNDS - 1):
