@@ -257,7 +257,8 @@ def test_pairs_of_other_conditions_do_not_count(tmp_path: Path) -> None:
 
 
 def test_budget_ends_screening_and_confirming_and_says_how_many_were_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "BATCH", 4)
+    monkeypatch.setattr(search, "BATCH", 2)
+    monkeypatch.setattr(search, "EXPLORED", 0)
     simulated = machine()
     found = tune(simulated, tmp_path, budget_s=8.0)
     assert set(simulated.sampled) < set(CANDIDATES)
