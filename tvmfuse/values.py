@@ -218,6 +218,19 @@ class Conv2d:
 
 
 @dataclass(frozen=True)
+class PlanarConv2d(Conv2d):
+    """The same convolution over images in NCHW, with a stride of 1 along rows. Weights as for NHWC: (co, kh, kw, ci / groups)."""
+
+    family = "planar_conv2d"
+
+    def input_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.n, self.ci, self.h, self.w), (self.co, self.kh, self.kw, self.ci // self.groups)
+
+    def output_shape(self) -> tuple[int, ...]:
+        return (self.n, self.co, self.oh, self.ow)
+
+
+@dataclass(frozen=True)
 class Conv2dTranspose:
     """Transposed convolution in NHWC with weights (ci, kh, kw, co / groups). padding is (top, left, bottom, right)."""
 
@@ -335,7 +348,7 @@ class Elementwise:
 
 
 Anchor = Matmul | Conv2d | Conv2dTranspose | Recurrent | Elementwise
-ANCHORS: dict[str, type] = {cls.__name__: cls for cls in (Matmul, Conv2d, Conv2dTranspose, Recurrent, Elementwise)}
+ANCHORS: dict[str, type] = {cls.__name__: cls for cls in (Matmul, Conv2d, PlanarConv2d, Conv2dTranspose, Recurrent, Elementwise)}
 
 
 @dataclass(frozen=True)

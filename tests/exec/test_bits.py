@@ -31,6 +31,7 @@ from tvmfuse.values import (
     Machine,
     Matmul,
     Operand,
+    PlanarConv2d,
     Recurrent,
     Step,
     Workload,
@@ -48,6 +49,7 @@ ANCHORS: dict[str, Anchor] = {
 VARIANTS: dict[str, Anchor] = {
     "batched matmul of a computed B": Matmul(2, 3, 19, 4, "mbk", "bnk", "mbn", constant_b=False),
     "grouped and dilated conv2d": Conv2d(1, 3, 5, 6, 38, 2, 2, (2, 1), (0, 1, 1, 0), (1, 2), 2),
+    "conv2d over planes": PlanarConv2d(1, 3, 19, 4, 6, 2, 2, padding=(1, 0, 0, 1), groups=2),
     "depthwise conv2d_transpose": Conv2dTranspose(1, 1, 3, 19, 19, 1, 3, (1, 2), (0, 1, 0, 1), groups=19),
 }
 SOME = ("div", "max", "tanh", "where", "cast")

@@ -60,6 +60,35 @@ def test_only_the_edge_is_permuted() -> None:
     assert_rewrites(before, expected)
 
 
+def convolved(x: tuple[int, ...], w: tuple[int, ...], stride: int = 1, groups: int = 1) -> list[str]:
+    """Names of the operators, with the layout that each convolution runs in, of one with constant weights."""
+    builder = relax.BlockBuilder()
+    data = relax.Var("x", relax.TensorType(x, "float32"))
+    with builder.function("main", [data]):
+        with builder.dataflow():
+            y = builder.emit_output(relax.op.nn.conv2d(data, relax.const(np.ones(w, "float32")), strides=stride, groups=groups))
+        builder.emit_func_output(y)
+    return [str(call.attrs.data_layout) if "conv2d" in op_name(call) else op_name(call) for call in calls(laid_out(builder.get()["main"]))]
+
+
+def test_few_channels_of_planes_are_convolved_as_they_lie() -> None:
+    assert convolved((1, 64, 9, 96), (10, 32, 5, 1), groups=2) == ["NCHW"]
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "stride"),
+    [
+        ((1, 64, 9, 96), (10, 64, 3, 1), 1),
+        ((1, 64, 9, 96), (5, 64, 1, 1), 2),
+        ((1, 8, 9, 96), (7, 8, 3, 1), 1),
+        ((1, 64, 9, 6), (5, 64, 1, 1), 1),
+    ],
+    ids=["many channels", "stride", "large result", "narrow image"],
+)
+def test_others_run_in_nhwc(x: tuple[int, ...], w: tuple[int, ...], stride: int) -> None:
+    assert "NHWC" in convolved(x, w, stride)
+
+
 def test_a_transposed_convolution_has_weights_ihwo() -> None:
     @R.function(private=True)
     def before(x: R.Tensor((1, 4, 2, 2), "float32"), w: R.Tensor((4, 3, 2, 2), "float32")):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..values import PLACEMENTS, WINOGRAD, Candidate, Conv2d, Conv2dTranspose, Machine, Matmul, Workload
+from ..values import PLACEMENTS, WINOGRAD, Candidate, Conv2d, Conv2dTranspose, Machine, Matmul, PlanarConv2d, Workload
 from .log import Conditions, Record
 
 CORE_HZ = 3e9  # an ordinary core; only ratios matter
@@ -39,7 +39,7 @@ ROUNDS = 60
 OP_COST = {
     "div": 8, "sqrt": 9, "pow": 40, "exp": 14, "log": 18, "sigmoid": 24, "tanh": 20, "erf": 22, "softplus": 34, "leaky_relu": 2, "clip": 2,
 }  # fmt: skip
-FAMILIES = ("matmul", "conv2d", "depthwise", "conv2d_transpose", "recurrent", "elementwise")
+FAMILIES = ("matmul", "conv2d", "depthwise", "conv2d_transpose", "recurrent", "elementwise", "planar_conv2d")
 
 
 def features(workload: Workload, candidate: Candidate, machine: Machine) -> dict[str, float]:
@@ -129,10 +129,13 @@ def _tile(knobs: dict[str, int | str]) -> tuple[int, int]:
 
 
 def _extents(workload: Workload) -> tuple[int, int]:
-    """How many rows and columns there are to tile: of a matrix, or of an image's row and its channels; 0 where nothing is tiled."""
+    """How many rows and columns there are to tile: of a matrix, of an image's row and its channels, or of channels and a
+    row of a plane; 0 where nothing is tiled."""
     anchor = workload.anchor
     if isinstance(anchor, Matmul):
         return anchor.m, anchor.n
+    if isinstance(anchor, PlanarConv2d):
+        return anchor.co // anchor.groups, anchor.ow
     return (anchor.ow, anchor.co) if isinstance(anchor, Conv2d | Conv2dTranspose) else (0, 0)
 
 

@@ -1,6 +1,7 @@
 """ChannelsLast: convolutions and pools run in NHWC, and permutations stay where the model's edge needs them.
 
 Rewrite  conv2d NCHW, OIHW            ->  conv2d NHWC, OHWI           (depthwise and grouped too)
+         conv2d NCHW, OIHW            ->  conv2d NCHW, OHWI           (few channels a group, of an image that lies in planes)
          conv2d_transpose NCHW, IOHW  ->  conv2d_transpose NHWC, IHWO: weights (ci, kh, kw, co / groups)
          pools NC + spatial axes      ->  spatial axes + C
          permute_dims                 ->  nothing, until something needs the elements in that very order
@@ -26,7 +27,9 @@ from tvm.relax import DataflowVar, Expr, TupleGetItem, Var
 
 from .rewrite import (
     Rewriter,
+    array_of,
     as_pass,
+    dtype_of,
     is_static,
     moves_nothing,
     op_name,
@@ -40,6 +43,7 @@ from .simplify import permute_axes
 
 Order = tuple[int, ...]
 NHWC: Order = (0, 3, 1, 2)
+NARROW = 8  # output channels of a group: fewer leave more than half of a vector empty on every CPU with 64-byte vectors
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add asin asinh astype atan atan2 atanh ceil clip cos cosh divide equal erf exp floor floor_divide floor_mod
@@ -158,10 +162,24 @@ class ChannelsLast(Rewriter):
         layouts = (call.attrs.data_layout, call.attrs.kernel_layout, call.attrs.out_layout)
         if layouts != ("NCHW", "IOHW" if transposed else "OIHW", "NCHW") or not is_static(call):
             return None
+        if not transposed and self._stays_planar(call):
+            data, weights = call.args
+            mapped = with_attrs(call, [self._where(data).tensor, self._in_order(weights, NHWC)], kernel_layout="OHWI")
+            return self._as(call, mapped, _identity(call))
         kernel_layout = "IHWO" if transposed else "OHWI"
         args = [self._in_order(arg, NHWC) for arg in call.args]
         mapped = with_attrs(call, args, data_layout="NHWC", kernel_layout=kernel_layout, out_layout="NHWC")
         return self._as(call, mapped, NHWC)
+
+    def _stays_planar(self, call: Call) -> bool:
+        """Whether a row of pixels fills vectors better than the few output channels of a group, on an image that lies in planes already."""
+        data, weights = call.args
+        if self._where(data).order != _identity(data) or array_of(weights) is None or dtype_of(call) != "float32":
+            return False
+        groups, per_step = int(call.attrs.groups), shape_of(weights)[1]
+        per_group, width, stride = shape_of(weights)[0] // groups, shape_of(call)[3], int(call.attrs.strides[1])
+        shrinks = 2 * math.prod(shape_of(call)) <= math.prod(shape_of(data))  # what may have to be permuted after it
+        return per_step > 1 and stride == 1 and per_group < NARROW <= width and shrinks
 
     def _pool(self, call: Call) -> Expr | None:
         x, layout = call.args[0], str(call.attrs.layout)

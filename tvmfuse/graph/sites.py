@@ -17,7 +17,7 @@ from tvm import relax
 from tvm.ir import Call, GenericConst
 from tvm.relax import Expr, Function, Var
 
-from ..values import Anchor, Conv2d, Conv2dTranspose, Epilogue, Matmul, Operand, Recurrent, Step, Workload
+from ..values import Anchor, Conv2d, Conv2dTranspose, Epilogue, Matmul, Operand, PlanarConv2d, Recurrent, Step, Workload
 from .axes import LayoutOp, order_of
 from .epilogue import Arg, steps_of
 from .hoist import CROSSED_ATTR, EPILOGUE_OPS
@@ -164,17 +164,23 @@ class _Finder:
         return anchor, [a, b]
 
     def _convolution(self, call: Call) -> tuple[Anchor, list[Expr]] | None:
-        """NHWC convolutions with constant weights; the canonical weight layouts are OHWI and, transposed, IHWO."""
+        """Convolutions with constant weights; the canonical weight layouts are OHWI and, transposed, IHWO."""
         x, weight = call.args
         attrs = call.attrs
-        if attrs.data_layout != "NHWC" or array_of(weight) is None:
+        if array_of(weight) is None:
             return None
         top, left, bottom, right = (int(p) for p in attrs.padding)
         stride, dilation = tuple(map(int, attrs.strides)), tuple(map(int, attrs.dilation))
-        n, h, w, ci = shape_of(x)
         common: dict[str, Any] = dict(
             stride=stride, padding=(top, left, bottom, right), dilation=dilation, groups=int(attrs.groups), dtype=dtype_of(call)
         )
+        if attrs.data_layout == "NCHW" and attrs.kernel_layout == "OHWI":
+            n, ci, h, w = shape_of(x)
+            co, kh, kw, _ = shape_of(weight)
+            return PlanarConv2d(n, h, w, ci, co, kh, kw, **common), [x, weight]
+        if attrs.data_layout != "NHWC":
+            return None
+        n, h, w, ci = shape_of(x)
         if op_name(call) == "nn.conv2d" and attrs.kernel_layout == "OHWI":
             co, kh, kw, _ = shape_of(weight)
             return Conv2d(n, h, w, ci, co, kh, kw, **common), [x, weight]

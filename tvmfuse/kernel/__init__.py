@@ -6,12 +6,13 @@ import functools
 import hashlib
 
 from ..values import WINOGRAD, Candidate, Conv2d, Machine, Numerics, Workload
-from . import conv2d, conv2d_transpose, depthwise, elementwise, matmul, recurrent, winograd
+from . import conv2d, conv2d_transpose, depthwise, elementwise, matmul, planar_conv2d, recurrent, winograd
 from .family import Family, Kernel
 
 FAMILIES: dict[str, Family] = {
     "matmul": matmul,
     "conv2d": conv2d,
+    "planar_conv2d": planar_conv2d,
     "depthwise": depthwise,
     "conv2d_transpose": conv2d_transpose,
     "recurrent": recurrent,

@@ -26,7 +26,7 @@ import numpy as np
 from tvm.ir import Expr
 
 from ..errors import ScheduleRefused
-from ..values import WINOGRAD, Candidate, Conv2d, Epilogue, Machine, Workload
+from ..values import WINOGRAD, Candidate, Conv2d, Epilogue, Machine, PlanarConv2d, Workload
 from . import conv2d, emit, rounding
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
@@ -48,8 +48,8 @@ L3_BYTES, MEMORY_BYTES = 25.0, 8.0
 def why_not(workload: Workload) -> str | None:
     """Why a workload has no Winograd candidates."""
     anchor = workload.anchor
-    if not isinstance(anchor, Conv2d):
-        return "Winograd is for convolutions"
+    if not isinstance(anchor, Conv2d) or isinstance(anchor, PlanarConv2d):
+        return "Winograd is for convolutions in NHWC"
     if (anchor.kh, anchor.kw) != (3, 3):
         return f"Winograd needs a 3x3 kernel, this one is {anchor.kh}x{anchor.kw}"
     if anchor.stride != (1, 1):
