@@ -237,9 +237,9 @@ class _Tuning:
             favoured, rest = todo[: BATCH - EXPLORED], todo[BATCH - EXPLORED :]
             batch = favoured + self.rng.sample(rest, min(EXPLORED, len(rest)))
             todo = [c for c in todo if c not in batch]
-            best = min(self.screened.values(), default=math.inf)
+            quickest = min(self.screened.values(), default=math.inf)
             self.sample(batch)
-            if best <= min((self.screened[c] for c in batch if c in self.screened), default=math.inf):
+            if quickest <= min((self.screened[c] for c in batch if c in self.screened), default=math.inf):
                 self.passed_over = set(todo)
                 break
         for _ in range(SCREEN_ROUNDS - 1):
