@@ -156,10 +156,22 @@ def test_first_power_is_the_value():
     assert_same(evaluated(math.pow, SAMPLE[:4096], np.ones(4096, np.float32)), SAMPLE[:4096])
 
 
-@pytest.mark.parametrize(("exponent", "ulp"), [(0.0, 0.0), (1.0, 0.0), (-1.0, 0.5), (2.0, 0.5), (0.5, 0.5), (3.0, 1.5), (2.5, 0.51)])
+LITERAL = [(0.0, 0.0), (1.0, 0.0), (-1.0, 0.5), (2.0, 0.5), (0.5, 0.5), (0.75, 1.7), (3.0, 1.5), (2.5, 0.51)]
+
+
+@pytest.mark.parametrize(("exponent", "ulp"), LITERAL)
 def test_pow_with_a_literal_exponent(exponent: float, ulp: float):
     x = np.concatenate([SPECIAL, SAMPLE[:: 1 << 6]])[: 1 << 15]
     assert_within(evaluated(lambda v: math.pow(v, const(exponent, v)), x), np.power(x.astype(np.float64), np.full(x.shape, exponent)), ulp)
+
+
+def test_three_quarters_of_every_mantissa():
+    """16**0.75 is 8: what is true from 1 to 16 is true of every other normal or denormal number."""
+    chunks = np.arange(0x3F800000, 0x41800000, dtype=np.uint32).view(np.float32).reshape(8, -1)
+    power = vectorized(lambda v: math.pow(v, const(0.75, v)), [chunks[0]], 16, HOST.isa)
+    for x in chunks:
+        root = np.sqrt(x.astype(np.float64))
+        assert_within(call(power, [x]), root * np.sqrt(root), 1.7)
 
 
 def test_float64_takes_tvms_functions():
