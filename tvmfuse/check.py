@@ -100,7 +100,7 @@ class Decisions:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Judgement:
     """differences: what got worse, a line each; none means that the check passes. notes: what else changed or could not be judged."""
 
     differences: tuple[str, ...]
@@ -156,7 +156,7 @@ def slower(recorded: Speed, found: Speed, tolerance: float) -> str | None:
     return f"slower: {most:.2f} times the recorded time, surely more than {1 + margin:.2f} times (against the reference kernel)"
 
 
-def regressions(recorded: Decisions, found: Decisions) -> Outcome:
+def regressions(recorded: Decisions, found: Decisions) -> Judgement:
     """What is worse in `found`, but for speed."""
     worse: list[str] = []
     notes: list[str] = []
@@ -179,23 +179,23 @@ def regressions(recorded: Decisions, found: Decisions) -> Outcome:
         then, today = recorded.bits.get(output, "absent"), found.bits.get(output, "absent")
         if then != today:
             worse.append(f"bits of output {output}: {then[:12]} -> {today[:12]}")
-    return Outcome(tuple(worse), tuple(notes))
+    return Judgement(tuple(worse), tuple(notes))
 
 
-def judge_speed(recorded: Decisions, here: Decisions, attempt: Callable[[], Speed], tolerance: float) -> Outcome:
+def judge_speed(recorded: Decisions, here: Decisions, attempt: Callable[[], Speed], tolerance: float) -> Judgement:
     """Measures until one attempt shows no slowdown; ATTEMPTS that all show it are a difference. Notes where speed can't be judged."""
     if recorded.speed is None:
-        return Outcome((), ("speed: none is recorded",))
+        return Judgement((), ("speed: none is recorded",))
     if (recorded.cpu, recorded.threads) != (here.cpu, here.threads):
-        return Outcome((), (f"speed: recorded on {recorded.cpu} with {recorded.threads} threads, not compared with this machine",))
+        return Judgement((), (f"speed: recorded on {recorded.cpu} with {recorded.threads} threads, not compared with this machine",))
     said = None
     for _ in range(ATTEMPTS):
         found = attempt()
         said = slower(recorded.speed, found, tolerance)
         if said is None:
             noisy = (f"speed: too noisy to judge, the model differs from itself by {found.noise:.0%}",) if found.noise > MAX_NOISE else ()
-            return Outcome((), noisy)
-    return Outcome((said,) if said else ())
+            return Judgement((), noisy)
+    return Judgement((said,) if said else ())
 
 
 def check(
@@ -209,7 +209,7 @@ def check(
     write: bool = False,
     speed: bool = True,
     tolerance: float = TOLERANCE,
-) -> Outcome:
+) -> Judgement:
     """Build the model and compare it with the file `against`, or write that file.
 
     speed      measure it too; without it, nothing depends on the machine. tolerance: how much slower is still well, 0.1 for a tenth.
@@ -226,10 +226,10 @@ def check(
 
     if recorded is None:
         dataclasses.replace(found, speed=attempt() if speed else None).write(path)
-        return Outcome(())
-    outcome = regressions(recorded, found)
-    judged = judge_speed(recorded, found, attempt, tolerance) if speed else Outcome(())
-    return Outcome(outcome.differences + judged.differences, outcome.notes + judged.notes)
+        return Judgement(())
+    judgement = regressions(recorded, found)
+    judged = judge_speed(recorded, found, attempt, tolerance) if speed else Judgement(())
+    return Judgement(judgement.differences + judged.differences, judgement.notes + judged.notes)
 
 
 def _ops(site: SiteState) -> str:

@@ -28,8 +28,8 @@ def tvmfuse_check(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     def run(model: Any, against: str | os.PathLike[str], *, speed: bool = True, **options: Any) -> None:
         speed = speed and not request.config.getoption("--tvmfuse-no-speed")
-        outcome = check(model, against, write=request.config.getoption("--tvmfuse-write"), speed=speed, **options)
-        if outcome.differences:
-            pytest.fail("\n".join([f"{against}:", *outcome.differences, *outcome.notes]), pytrace=False)
+        judgement = check(model, against, write=request.config.getoption("--tvmfuse-write"), speed=speed, **options)
+        if judgement.differences:
+            pytest.fail("\n".join([f"{against}:", *judgement.differences, *judgement.notes]), pytrace=False)
 
     return run

@@ -151,10 +151,10 @@ def dry_run(
     budget: str | float = "10m",
     logs: str | os.PathLike[str] | None = None,
     numerics: Numerics = "exact",
-) -> search.Plan:
+) -> search.Allotment:
     """What `tune` with these arguments would do: sites in order with their seconds, and those that it wouldn't reach. Measures nothing."""
     job = _job(model, shapes, threads, budget, logs, numerics)
-    return search.plan(job.demands, job.sites_s)
+    return search.allot(job.demands, job.sites_s)
 
 
 @dataclass(frozen=True)

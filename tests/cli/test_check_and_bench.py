@@ -25,7 +25,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_differences_end_with_code_8(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "check", lambda *_, **__: check.Outcome(("kernels: 1 -> 2",), ("a note",)))
+    monkeypatch.setattr(check, "check", lambda *_, **__: check.Judgement(("kernels: 1 -> 2",), ("a note",)))
     code, out, err = invoke("check", model, "--against", "d.json")
     assert (code, out) == (8, "kernels: 1 -> 2\n")
     assert "a note" in err and "1 difference" in err and "Traceback" not in err
@@ -48,7 +48,7 @@ def test_check_without_its_file_says_how_to_write_it(invoke: Invoke, model: Path
 
 def test_check_passes_its_options_on(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, object] = {}
-    monkeypatch.setattr(check, "check", lambda _, __, **options: asked.update(options) or check.Outcome(()))
+    monkeypatch.setattr(check, "check", lambda _, __, **options: asked.update(options) or check.Judgement(()))
     invoke(
         "check", model, "--against", "d.json", "--tolerance", "0.3", "--threads", "1", "--no-speed", "--fuse", "always", "--shape", "n=2"
     )

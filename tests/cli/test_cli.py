@@ -260,7 +260,7 @@ def test_help_does_not_wait_for_tvm() -> None:
 
 
 def test_check_has_one_default_tolerance(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "check", lambda *_, tolerance, **__: checking.Outcome((), (f"tolerance {tolerance}",)))
+    monkeypatch.setattr(checking, "check", lambda *_, tolerance, **__: checking.Judgement((), (f"tolerance {tolerance}",)))
     assert f"tolerance {checking.TOLERANCE}" in invoke("check", model, "--against", model.with_name("c.json")).err
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tvmfuse import tuning
 from tvmfuse.decide.log import Conditions, Log, Record
-from tvmfuse.decide.search import Demand, Plan
+from tvmfuse.decide.search import Allotment, Demand
 from tvmfuse.values import Candidate, Host, Matmul, Measurement, Verdict, Workload
 
 HOST = Host("AuthenticAMD", 25, 17, 1, ("avx2", "fma"), 32 << 10, 1 << 20, 32 << 20)
@@ -96,9 +96,9 @@ def test_dry_run_prints_the_plan_and_measures_nothing(invoke: Invoke, tmp_path: 
     model.write_bytes(b"")
     asked: dict[str, object] = {}
 
-    def dry_run(_model: object, **options: object) -> Plan:
+    def dry_run(_model: object, **options: object) -> Allotment:
         asked.update(options)
-        return Plan(((Demand(WORKLOAD, 3, 2e-6), 12.5),), (Demand(OTHER, 1, 1e-6),))
+        return Allotment(((Demand(WORKLOAD, 3, 2e-6), 12.5),), (Demand(OTHER, 1, 1e-6),))
 
     monkeypatch.setattr(tuning, "dry_run", dry_run)
     code, out, _ = invoke("tune", model, "--budget", "20s", "--dry-run")

@@ -28,7 +28,7 @@ def found(**changes: object) -> Decisions:
 
 
 def test_nothing_changed_is_no_difference() -> None:
-    assert regressions(RECORDED, RECORDED) == checking.Outcome(())
+    assert regressions(RECORDED, RECORDED) == checking.Judgement(())
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_nothing_changed_is_no_difference() -> None:
     ],
 )
 def test_each_kind_of_regression_is_a_difference(changed: Decisions, said: str) -> None:
-    outcome = regressions(RECORDED, changed)
-    assert any(said in line for line in outcome.differences), outcome
+    judgement = regressions(RECORDED, changed)
+    assert any(said in line for line in judgement.differences), judgement
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_each_kind_of_regression_is_a_difference(changed: Decisions, said: str) 
     ],
 )
 def test_what_is_no_worse_is_a_note(changed: Decisions) -> None:
-    outcome = regressions(RECORDED, changed)
-    assert outcome.differences == () and len(outcome.notes) == 1
+    judgement = regressions(RECORDED, changed)
+    assert judgement.differences == () and len(judgement.notes) == 1
 
 
 def test_a_slowdown_needs_an_interval_beyond_tolerance_and_noise() -> None:
@@ -115,8 +115,8 @@ def test_a_noisy_machine_fails_nobody(jitter: float) -> None:
         recorder = NoisyMachine(seed, 0.01)
         recorded = found(speed=measure(recorder.takes(2e-3), recorder.takes(5e-4), 1.0, recorder))
         machine = NoisyMachine(1000 + seed, jitter)
-        outcome = judge_speed(recorded, RECORDED, lambda m=machine: measure(m.takes(2e-3), m.takes(5e-4), 1.0, m), 0.05)
-        failed += bool(outcome.differences)
+        judgement = judge_speed(recorded, RECORDED, lambda m=machine: measure(m.takes(2e-3), m.takes(5e-4), 1.0, m), 0.05)
+        failed += bool(judgement.differences)
     assert failed == 0
 
 
@@ -130,8 +130,8 @@ def test_a_real_slowdown_shows_through_noise() -> None:
     for seed in range(10):
         recorder, machine = NoisyMachine(seed, 0.01), NoisyMachine(50 + seed, 0.02)
         recorded = found(speed=measure(recorder.takes(2e-3), recorder.takes(5e-4), 1.0, recorder))
-        outcome = judge_speed(recorded, RECORDED, lambda m=machine: measure(m.takes(2.6e-3), m.takes(5e-4), 1.0, m), 0.1)
-        assert outcome.differences, seed
+        judgement = judge_speed(recorded, RECORDED, lambda m=machine: measure(m.takes(2.6e-3), m.takes(5e-4), 1.0, m), 0.1)
+        assert judgement.differences, seed
 
 
 def test_digest_takes_all_nan_for_one_and_signed_zeros_for_two() -> None:
@@ -160,7 +160,7 @@ def test_a_model_is_checked_against_its_file(tmp_path: Path) -> None:
     first = model(tmp_path / "a.onnx")
     assert check(first, file, threads=1, fuse="always", write=True, speed=False).differences == ()
     assert list(tmp_path.glob(".*")) == [], "no partial file stays"
-    assert check(first, file, threads=1, fuse="always", speed=False) == checking.Outcome(())
+    assert check(first, file, threads=1, fuse="always", speed=False) == checking.Judgement(())
     apart = check(first, file, threads=1, fuse="never", speed=False).differences
     assert any("no longer fused: add relu" in line for line in apart) and any(line.startswith("kernels: 1 -> 2") for line in apart)
     assert not any("bits" in line for line in apart), "the bits are the same whatever is decided"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tvmfuse.graph.axes import Plan, layouts_of, matched_groups, moved, order_of, pull_back, result_shape, simplified
+from tvmfuse.graph.axes import Relayout, layouts_of, matched_groups, moved, order_of, pull_back, result_shape, simplified
 
 EXTENTS = st.sampled_from([1, 1, 2, 2, 3, 3, 4, 6])
 
@@ -57,17 +57,17 @@ def numbered(shape, start):
 
 def assert_moves(shape, ops, operand):
     x, y = numbered(shape, 1), numbered(operand, 1000) ** 2
-    plan = pull_back(shape, ops, operand)
+    relayout = pull_back(shape, ops, operand)
     for op in (np.add, np.subtract, lambda a, b: np.subtract(b, a)):
-        above = op(x, plan.apply(y))
+        above = op(x, relayout.apply(y))
         assert above.shape == x.shape
         np.testing.assert_array_equal(op(moved(x, ops), y), moved(above, ops))
-    return plan
+    return relayout
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_an_operand_below_a_chain_is_its_plan_above_it(data):
+def test_an_operand_below_a_chain_is_its_relayout_above_it(data):
     shape, ops, result = data.draw(chains())
     assert_moves(shape, ops, data.draw(operands(result)))
 
@@ -89,7 +89,7 @@ def test_full_operands_and_scalars_repeat_nothing(data):
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_a_plan_repeats_elements_only_where_no_movement_would_do(data):
+def test_a_relayout_repeats_elements_only_where_no_movement_would_do(data):
     """If an operand of as many elements could stand above the chain, its dependence on the source would cover whole axes."""
     shape, ops, result = data.draw(chains())
     operand = data.draw(operands(result))
@@ -157,14 +157,14 @@ def test_simplified_chains_move_the_same(chain):
         pytest.param((6, 5, 4), [("reshape", (2, 3, 20)), ("reshape", (2, 3, 5, 4))], (5, 1), (), id="axes merged and split again survive"),
     ],
 )
-def test_plans(shape, ops, operand, steps):
-    assert assert_moves(shape, ops, operand) == Plan(steps)
+def test_relayouts(shape, ops, operand, steps):
+    assert assert_moves(shape, ops, operand) == Relayout(steps)
 
 
 def test_equal_extents_are_not_confused():
     """H == C: bias over axis 1 of (1, C, H) must come back as C's axis, which is the last of (H, C)."""
-    plan = pull_back((3, 3), [("permute", (1, 0)), ("reshape", (1, 3, 3))], (3, 1))
-    assert plan == Plan((("reshape", (3,)),))
+    relayout = pull_back((3, 3), [("permute", (1, 0)), ("reshape", (1, 3, 3))], (3, 1))
+    assert relayout == Relayout((("reshape", (3,)),))
 
 
 def test_an_operand_that_broadcasts_up_is_an_error():

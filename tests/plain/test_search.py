@@ -13,7 +13,7 @@ import pytest
 
 from tvmfuse.decide import search
 from tvmfuse.decide.log import Conditions, Log, is_finished
-from tvmfuse.decide.search import Demand, SiteResult, plan, spend, tune_site
+from tvmfuse.decide.search import Demand, SiteResult, allot, spend, tune_site
 from tvmfuse.errors import DeviceError
 from tvmfuse.values import Candidate, Epilogue, Host, Matmul, Measurement, Step, Workload
 
@@ -319,28 +319,28 @@ def demand(count: int, gain_s: float) -> Demand:
     return Demand(Workload(Matmul(1, count, 16, 16)), count, gain_s)
 
 
-def test_plan_shares_by_gain_times_count() -> None:
+def test_allotment_shares_by_gain_times_count() -> None:
     small, large = demand(1, 1e-6), demand(3, 1e-6)
-    shared = plan([small, large], 56.0, site_s=8.0)
+    shared = allot([small, large], 56.0, site_s=8.0)
     assert [(d, pytest.approx(s)) for d, s in shared.shares] == [(large, 8 + 30.0), (small, 8 + 10.0)]
 
 
-def test_plan_reports_sites_that_the_budget_does_not_reach() -> None:
+def test_allotment_reports_sites_that_the_budget_does_not_reach() -> None:
     demands = [demand(1, 1e-6), demand(2, 1e-6), demand(3, 1e-6)]
-    shared = plan(demands, 17.0, site_s=8.0)
+    shared = allot(demands, 17.0, site_s=8.0)
     assert [d for d, _ in shared.shares] == [demands[2], demands[1]] and shared.unreached == (demands[0],)
     assert sum(s for _, s in shared.shares) == pytest.approx(17.0)
-    assert plan(demands, 1.0).unreached == tuple(reversed(demands))
+    assert allot(demands, 1.0).unreached == tuple(reversed(demands))
 
 
 def test_what_is_left_of_a_budget_begins_one_more_site() -> None:
     demands = [demand(1, 1e-6), demand(2, 1e-6)]
-    assert plan(demands, 6.0, site_s=12.0).shares == ((demands[1], 6.0),)
-    assert not plan(demands, 4.9, site_s=12.0).shares
+    assert allot(demands, 6.0, site_s=12.0).shares == ((demands[1], 6.0),)
+    assert not allot(demands, 4.9, site_s=12.0).shares
 
 
-def test_plan_without_limit_reaches_all() -> None:
-    shared = plan([demand(1, 0.0)], math.inf)
+def test_allotment_without_limit_reaches_all() -> None:
+    shared = allot([demand(1, 0.0)], math.inf)
     assert shared.shares[0][1] == math.inf and not shared.unreached
 
 

@@ -29,7 +29,7 @@ def check(
     """Fail (exit code 8) if a model is fused less, gives other bits or runs slower than a file says."""
     from .. import check as checking  # waits for TVM
 
-    outcome = checking.check(
+    judgement = checking.check(
         model,
         against,
         shapes=parse_shapes(shape),
@@ -41,13 +41,13 @@ def check(
         tolerance=tolerance,
     )
     if as_json:
-        typer.echo(json.dumps({"ok": not outcome.differences, **asdict(outcome)}))
+        typer.echo(json.dumps({"ok": not judgement.differences, **asdict(judgement)}))
     else:
-        for line in outcome.differences:
+        for line in judgement.differences:
             typer.echo(visible(line))
-    for note in outcome.notes:
+    for note in judgement.notes:
         say(note)
-    if outcome.differences:
-        count = f"{len(outcome.differences)} difference{'s' * (len(outcome.differences) > 1)}"
+    if judgement.differences:
+        count = f"{len(judgement.differences)} difference{'s' * (len(judgement.differences) > 1)}"
         raise CheckFailed(f"{model}: {count} from {against}; if meant, record the new state with --write")
     say(f"{against}: {'written' if write else 'no difference'}")

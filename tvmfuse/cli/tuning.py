@@ -13,7 +13,7 @@ import tvmfuse
 
 from .. import benching, compare
 from .. import demo as networks
-from ..decide.search import Plan
+from ..decide.search import Allotment
 from ..errors import TooNoisy, UsageError
 from ..values import Site
 from .arguments import AsJson, Logs, Model, Numerics, Rpc, Shapes, Threads, parse_shapes
@@ -54,7 +54,7 @@ def tune(
         raise TooNoisy("the A/A control was too unsteady at every site, so nothing was decided; stop what else runs here, then tune again")
 
 
-def show_plan(plan: Plan, as_json: bool) -> None:
+def show_plan(plan: Allotment, as_json: bool) -> None:
     """Sites in the order in which they would be measured; those that the budget doesn't reach have no seconds."""
     planned = [*plan.shares, *((demand, 0.0) for demand in plan.unreached)]
     if as_json:

@@ -386,27 +386,27 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Allotment:
     """Seconds for each site that is reached, the most valuable first; and the sites that the budget does not reach."""
 
     shares: tuple[tuple[Demand, float], ...]
     unreached: tuple[Demand, ...]
 
 
-def plan(demands: Sequence[Demand], budget_s: float, site_s: float = SITE_S) -> Plan:
+def allot(demands: Sequence[Demand], budget_s: float, site_s: float = SITE_S) -> Allotment:
     """Share a budget among sites by expected gain x count; each site that is reached gets at least `site_s`, or all there is.
 
-    Sites seldom need all of their share: plan the sites that are left again with the budget that is left.
+    Sites seldom need all of their share: allot to the sites that are left again the budget that is left.
     """
     ordered = sorted(demands, key=lambda d: d.gain_s * d.count, reverse=True)
     if math.isinf(budget_s):
-        return Plan(tuple((d, math.inf) for d in ordered), ())
+        return Allotment(tuple((d, math.inf) for d in ordered), ())
     reached = ordered[: max(int(budget_s // site_s), int(budget_s >= LEAST_SHARE_S))]
     least_s = min(site_s, budget_s)
     weights = [d.gain_s * d.count for d in reached]
     spare, total = budget_s - least_s * len(reached), sum(weights) or 1.0
     shares = tuple((d, least_s + spare * weight / total) for d, weight in zip(reached, weights, strict=True))
-    return Plan(shares, tuple(ordered[len(reached) :]))
+    return Allotment(shares, tuple(ordered[len(reached) :]))
 
 
 def spend(
@@ -414,7 +414,7 @@ def spend(
 ) -> tuple[list[SiteResult], list[Demand]]:
     """Tune what a budget reaches, the most valuable first; what a site leaves of its share goes to the others. Results, and the rest."""
     left, results, end = list(demands), [], clock() + budget_s
-    while shares := plan(left, end - clock()).shares:
+    while shares := allot(left, end - clock()).shares:
         demand, share = shares[0]
         results.append(tune_one(demand, share))
         left.remove(demand)

@@ -30,7 +30,7 @@ Axis = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Relayout:
     """What has to be done to an operand, in this order, before it is read above a layout op instead of below it."""
 
     steps: tuple[Step, ...] = ()
@@ -205,11 +205,11 @@ def layouts_of(shape: Shape, ops: Sequence[Step]) -> tuple[Layout, ...]:
     return (*done, current)
 
 
-def pull_back(shape: Shape, ops: Sequence[LayoutOp], operand: Shape) -> Plan:
+def pull_back(shape: Shape, ops: Sequence[LayoutOp], operand: Shape) -> Relayout:
     """Move an elementwise op from below a chain of layout ops to above it.
 
     op(layout(x), y) -> layout(op(x, plan(y))), the same to the bit: `plan` only moves and repeats elements.
-    Shapes   x `shape`; y `operand`, aligned from the right as NumPy does; plan(y) the shape of x, or else no leading axes of extent 1.
+    Shapes   x `shape`; y `operand`, aligned from the right as NumPy does; relayout(y) the shape of x, or else no leading axes of extent 1.
     Raises   ValueError when y broadcasts the result up, so that op(layout(x), y) has not layout(x)'s shape.
     """
     result = result_shape(shape, ops)
@@ -222,10 +222,10 @@ def pull_back(shape: Shape, ops: Sequence[LayoutOp], operand: Shape) -> Plan:
         current = result_shape(current, steps[-1:])
     if current != shape:
         steps.append(("reshape", _without_leading_ones(current)))
-    plan = simplified(operand, steps)
-    if plan == (("reshape", _without_leading_ones(operand)),) and len(operand) <= len(shape):
-        plan = ()
-    return Plan(plan)
+    simple = simplified(operand, steps)
+    if simple == (("reshape", _without_leading_ones(operand)),) and len(operand) <= len(shape):
+        simple = ()
+    return Relayout(simple)
 
 
 def order_of(labels: Sequence[str], extents: Sequence[int], ops: Sequence[LayoutOp]) -> tuple[str, ...] | None:

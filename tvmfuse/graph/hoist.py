@@ -356,8 +356,8 @@ class _Hoist(PyExprMutator):
             return self._above[operand]
         shape = _operand_shape(call, position)
         assert shape is not None, operand  # or the analysis would have refused
-        plan = pull_back(chain[0].before, _ops(chain), shape)
-        steps = simplified(shape_of(operand), (("reshape", shape), *plan.steps))
+        relayout = pull_back(chain[0].before, _ops(chain), shape)
+        steps = simplified(shape_of(operand), (("reshape", shape), *relayout.steps))
         array = self._analysis.constant(operand)
         if array is not None:
             unchanged = isinstance(operand, GenericConst) and not steps

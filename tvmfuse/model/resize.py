@@ -22,7 +22,7 @@ TVM_MODES = ("half_pixel", "pytorch_half_pixel", "align_corners", "asymmetric", 
 
 
 @dataclass(frozen=True)
-class Plan:
+class Resampling:
     """For each axis its extent, its scale, its new extent and, for tf_crop_and_resize, the part of it that is looked at."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Plan:
     roi: tuple[tuple[float, float], ...]
 
     @staticmethod
-    def of(shape: tuple[int, ...], scales: Any, sizes: Any, roi: Any, attrs: Attributes) -> Plan:
+    def of(shape: tuple[int, ...], scales: Any, sizes: Any, roi: Any, attrs: Attributes) -> Resampling:
         """scales and sizes: one of them an array, one number for each axis of `axes`."""
         axes = [axis % len(shape) for axis in attrs.get("axes") or range(len(shape))]
         factors, result = [1.0] * len(shape), list(shape)
@@ -51,7 +51,7 @@ class Plan:
         if roi is not None and len(roi) == 2 * len(axes):
             for position, axis in enumerate(axes):
                 window[axis] = float(roi[position]), float(roi[position + len(axes)])
-        return Plan(shape, tuple(factors), tuple(result), tuple(window))
+        return Resampling(shape, tuple(factors), tuple(result), tuple(window))
 
     def is_whole(self) -> bool:
         """Whether the scales lead to whole extents, so that they are the extents' ratios."""
@@ -62,11 +62,11 @@ def _coordinates(attrs: Attributes) -> str:
     return attrs.get("coordinate_transformation_mode", b"half_pixel").decode()
 
 
-def _by_tvm(plan: Plan, attrs: Attributes) -> bool:
+def _by_tvm(resampling: Resampling, attrs: Attributes) -> bool:
     mode = _coordinates(attrs)
-    spatial = all(n == m for n, m in zip(plan.shape[:2], plan.result[:2], strict=True)) and 3 <= len(plan.shape) <= 5
-    single = mode == "align_corners" and 1 in plan.result[2:]
-    return spatial and plan.is_whole() and not attrs.get("antialias") and mode in TVM_MODES and not single
+    spatial = all(n == m for n, m in zip(resampling.shape[:2], resampling.result[:2], strict=True)) and 3 <= len(resampling.shape) <= 5
+    single = mode == "align_corners" and 1 in resampling.result[2:]
+    return spatial and resampling.is_whole() and not attrs.get("antialias") and mode in TVM_MODES and not single
 
 
 def why_not(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
@@ -79,17 +79,17 @@ def why_not(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None
     if mode == "tf_half_pixel_for_nn":
         return "coordinate_transformation_mode=tf_half_pixel_for_nn"
     values = {what: graph.constants[name] for what, name in given.items()}
-    plan = _plan(shape, values.get("scales", attrs.get("scales")), values.get("sizes"), values.get("roi"), attrs)
-    if mode == "align_corners" and not plan.is_whole():
+    resampling = _resampling(shape, values.get("scales", attrs.get("scales")), values.get("sizes"), values.get("roi"), attrs)
+    if mode == "align_corners" and not resampling.is_whole():
         return f"align_corners, where scales of {shape} lead to fractions of an element"
-    if mode == "tf_crop_and_resize" and not _by_tvm(plan, attrs):
+    if mode == "tf_crop_and_resize" and not _by_tvm(resampling, attrs):
         return "tf_crop_and_resize of other axes than the spatial ones, or to fractions of an element"
     return None
 
 
-def _plan(shape: tuple[int, ...], scales: Any, sizes: Any, roi: Any, attrs: Attributes) -> Plan:
+def _resampling(shape: tuple[int, ...], scales: Any, sizes: Any, roi: Any, attrs: Attributes) -> Resampling:
     sizes = sizes if sizes is not None and len(sizes) else None
-    return Plan.of(shape, scales, sizes, roi, attrs)
+    return Resampling.of(shape, scales, sizes, roi, attrs)
 
 
 def convert(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
@@ -97,25 +97,25 @@ def convert(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> re
     if len(operands) == 2:
         return upsample(bb, operands, attrs)
     roi, scales, sizes = (constant(operand) for operand in (*operands[1:], None, None)[:3])
-    return _resized(bb, operands[0], _plan(extents(operands[0]), scales, sizes, roi, attrs), attrs)
+    return _resized(bb, operands[0], _resampling(extents(operands[0]), scales, sizes, roi, attrs), attrs)
 
 
 def upsample(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
     """Upsample and Resize-10 -> Resize with asymmetric coordinates, rounded down."""
     scales = attrs["scales"] if "scales" in attrs else constant(operands[1])
     modern = {**attrs, "coordinate_transformation_mode": b"asymmetric", "nearest_mode": b"floor"}
-    return _resized(bb, operands[0], Plan.of(extents(operands[0]), scales, None, None, modern), modern)
+    return _resized(bb, operands[0], Resampling.of(extents(operands[0]), scales, None, None, modern), modern)
 
 
-def _resized(bb: relax.BlockBuilder, x: relax.Expr, plan: Plan, attrs: Attributes) -> relax.Expr:
-    if _by_tvm(plan, attrs):
+def _resized(bb: relax.BlockBuilder, x: relax.Expr, resampling: Resampling, attrs: Attributes) -> relax.Expr:
+    if _by_tvm(resampling, attrs):
         roi = None
         if _coordinates(attrs) == "tf_crop_and_resize":
-            roi = relax.const(np.array([begin for begin, _ in plan.roi] + [end for _, end in plan.roi], np.float32))
+            roi = relax.const(np.array([begin for begin, _ in resampling.roi] + [end for _, end in resampling.roi], np.float32))
         given = {name: value for name, value in attrs.items() if name not in ("axes", "keep_aspect_ratio_policy")}
-        return Resize._impl_v18(bb, [x, roi, None, relax.const(np.array(plan.result, np.int64))], given, ({}, {}))
-    rank = len(plan.shape)
-    for axis, (n, m, scale) in enumerate(zip(plan.shape, plan.result, plan.scales, strict=True)):
+        return Resize._impl_v18(bb, [x, roi, None, relax.const(np.array(resampling.result, np.int64))], given, ({}, {}))
+    rank = len(resampling.shape)
+    for axis, (n, m, scale) in enumerate(zip(resampling.shape, resampling.result, resampling.scales, strict=True)):
         if n == m and scale == 1:
             continue
         at = _positions(n, m, scale, _coordinates(attrs))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError
-from .worker import MAX_ERROR, main
+from .child import MAX_ERROR, main
 
 ANSWER_TIMEOUT_S = 300.0
 TRIALS, TUNING_TIMEOUT_S = 1200, 3 * 3600.0  # 25 minutes for MobileNetV2 on two cores

@@ -1,6 +1,6 @@
 """Each runtime that a model can be timed in, ours among them: a job becomes a call that is ready to run.
 
-Runs in a process of its own (see `worker`): runtimes bring thread pools, allocators and crashes that the others shall not meet.
+Runs in a process of its own (see `child`): runtimes bring thread pools, allocators and crashes that the others shall not meet.
 """
 
 from __future__ import annotations
