@@ -1,9 +1,10 @@
-"""What every test relies on: TVM's threads, hypothesis' profile, and each folder's marker."""
+"""What every test relies on: TVM's threads, hypothesis' profile, each folder's marker, and how the command line is called."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 # TVM reads both before its first parallel call. Two threads, so that independence of the thread count means something;
@@ -14,6 +15,8 @@ os.environ["TVMFUSE_CACHE"] = "off"
 
 import pytest
 from hypothesis import settings
+
+from tests.invoking import Done, Invoke
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -28,3 +31,16 @@ TESTS = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0])
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Invoke:
+    from tvmfuse import cli
+
+    def call(*arguments: str | Path) -> Done:
+        monkeypatch.setattr(sys, "argv", ["tvmfuse", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return Done(stop.value.code or 0, *capfd.readouterr())  # type: ignore[arg-type]
+
+    return call

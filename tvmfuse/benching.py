@@ -21,7 +21,8 @@ from onnx import ModelProto
 from . import compare
 from .errors import DeviceError
 from .files import written
-from .peers import ANSWER_TIMEOUT_S, PEERS, Process
+from .peers import ANSWER_TIMEOUT_S, PEERS
+from .peers.process import Process
 
 Arrays = Mapping[str, np.ndarray]
 Progress = Callable[[str], None]

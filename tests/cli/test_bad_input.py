@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from tvmfuse import cli
+from tests.invoking import Invoke
 
 COMMANDS = {
     "build": ["-o", "out.tvmfuse"],
@@ -44,17 +43,12 @@ MODELS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("case", MODELS)
-def test_one_line_and_nothing_written(
-    command: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_and_nothing_written(invoke: Invoke, command: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content, options, code, said = MODELS[case]
     monkeypatch.chdir(tmp_path)
     Path("m.onnx").write_bytes(content)
-    monkeypatch.setattr(sys, "argv", ["tvmfuse", command, "m.onnx", *COMMANDS[command], *options])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    out, err = capfd.readouterr()
-    assert (stop.value.code, out) == (code, ""), err
+    ended, out, err = invoke(command, "m.onnx", *COMMANDS[command], *options)
+    assert (ended, out) == (code, ""), err
     assert err.count("\n") == 1 and err.startswith("tvmfuse: ") and said in err, err
     assert [p.name for p in tmp_path.iterdir()] == ["m.onnx"]
 

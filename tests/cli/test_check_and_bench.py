@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from tests.invoking import Invoke
 from tvmfuse import benching, check, compare
-
-Invoke = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture

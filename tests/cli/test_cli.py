@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -19,11 +20,13 @@ from onnx import TensorProto, helper
 from rich.console import Console
 
 import tvmfuse
+from tests.invoking import Invoke
 from tvmfuse import check as checking
-from tvmfuse import cli, errors
+from tvmfuse import errors
 from tvmfuse.artifact import LIBRARY, MANIFEST, WEIGHTS
 from tvmfuse.cli.arguments import parse_shapes
-from tvmfuse.cli.output import print_table, progress
+from tvmfuse.cli.progress import progress
+from tvmfuse.cli.tables import print_table
 from tvmfuse.explaining import Blocked, Explained, Option
 from tvmfuse.model.shapes import bind
 from tvmfuse.values import Candidate, Epilogue, Matmul, Operand, Site, Step, Verdict, Workload
@@ -100,31 +103,6 @@ class FakeSession:
 
     def save(self, path: Path) -> None:
         Path(path).write_text("artifact")
-
-
-@dataclasses.dataclass
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Invoke = Callable[..., Outcome]
-
-
-@pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Invoke:
-    def call(*arguments: str | Path) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["tvmfuse", *map(str, arguments)])
-        code: object = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        assert isinstance(code, int)
-        return Outcome(code, *capfd.readouterr())
-
-    return call
 
 
 @pytest.fixture
@@ -247,16 +225,18 @@ def test_a_table_too_wide_for_the_terminal_becomes_paragraphs(monkeypatch: pytes
     rows = [{"site": "conv[bold]1", "why": "x" * 50, "hint": ""}]
     for width, wide in ((200, True), (40, False)):
         console = Console(width=width, force_terminal=True, color_system=None)
-        monkeypatch.setattr("tvmfuse.cli.output.stdout", lambda console=console: console)
+        monkeypatch.setattr("tvmfuse.cli.tables.stdout", lambda console=console: console)
         print_table(rows)
         lines = capsys.readouterr().out.splitlines()
         assert ("site" in lines[0] and "why" in lines[0]) is wide
         assert "conv[bold]1" in lines[1 if wide else 0]
 
 
-def test_help_does_not_wait_for_tvm() -> None:
-    loaded = "import sys, tvmfuse.cli; sys.exit('tvm' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_waits_for_nothing_large(option: str) -> None:
+    program = "import atexit, sys; from tvmfuse import cli; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); cli.main()"
+    done = subprocess.run([sys.executable, "-c", program, option], capture_output=True, text=True)
+    assert done.stdout and {"tvm", "onnx", "numpy", "rich", "filelock", "jinja2"} & set(done.stderr.split()) == set()
 
 
 def test_check_has_one_default_tolerance(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +245,7 @@ def test_check_has_one_default_tolerance(invoke: Invoke, model: Path, monkeypatc
 
 
 def test_progress_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("tvmfuse.cli.output.Console", lambda stderr: Console(stderr=True, width=120, force_terminal=True))
+    monkeypatch.setattr("tvmfuse.cli.progress.Console", lambda stderr: Console(stderr=True, width=120, force_terminal=True))
     with progress("enc.onnx") as tell:
         tell(0.5, "7 of 20 sites, best gain 6.1%")
     shown = capsys.readouterr().err
@@ -391,10 +371,30 @@ def test_wrong_use_ends_with_2(invoke: Invoke, asked: dict, model: Path, argumen
     assert message in done.err
 
 
-def test_pickled_input_is_not_opened(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.array([{}], object), allow_pickle=True)
+def saved(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (saved(np.array([{}], object)), "holds Python objects, which are never unpickled"),
+        (saved(np.zeros((2, 3)))[:-8], "damaged, cut short"),
+        (saved(np.zeros((2, 3))).replace(b"(2, 3)", b"(2, 3 "), "damaged, cut short"),
+        (b"1 2 3\n", "is not a .npy file"),
+        (b"", "is not a .npy file"),
+        (None, "can't be read: no such file or directory"),
+    ],
+)
+def test_input_that_holds_no_array(invoke: Invoke, asked: dict, model: Path, tmp_path: Path, content: bytes | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "x.npy").write_bytes(content)
     done = invoke("run", model, "--input", f"x={tmp_path / 'x.npy'}")
-    assert (done.code, "can't be read" in done.err) == (2, True)
+    assert (done.code, asked) == (2, {}), "nothing is built before"
+    assert said in done.err and "numpy.save" in done.err
+    assert "allow_pickle" not in done.err and "Errno" not in done.err and done.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("target", ["haswell", "[1]"])

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tvmfuse import cli, doctor
+from tests.invoking import Invoke
+from tvmfuse import doctor
 from tvmfuse.doctor import Finding
 from tvmfuse.errors import DeviceError, TargetMismatch, TooNoisy, UsageError
-
-
-def doctor_says(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["tvmfuse", "doctor", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert isinstance(stop.value.code, int | None)
-    return stop.value.code or 0
 
 
 def test_this_machine_can_compile(tmp_path: Path) -> None:
@@ -42,19 +34,15 @@ def findings(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     return found
 
 
-def test_warnings_end_with_0(findings: list[Finding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor_says(monkeypatch=monkeypatch) == 0
-    out, err = capsys.readouterr()
-    assert "stop it" in out and err == "2 checks: 1 ok, 1 warn, 0 fail\n"
+def test_warnings_end_with_0(invoke: Invoke, findings: list[Finding]) -> None:
+    code, out, err = invoke("doctor")
+    assert code == 0 and "stop it" in out and err == "2 checks: 1 ok, 1 warn, 0 fail\n"
 
 
-def test_the_first_failure_is_the_exit_code(
-    findings: list[Finding], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_failure_is_the_exit_code(invoke: Invoke, findings: list[Finding]) -> None:
     findings += [Finding("noise", "fail", "wild", "wait", 6), Finding("C++ compiler", "fail", "none", "install one", 7)]
-    assert doctor_says("--json", monkeypatch=monkeypatch) == 6
-    told = json.loads(capsys.readouterr().out)
-    assert [f["verdict"] for f in told] == ["ok", "warn", "fail", "fail"]
+    code, out, _ = invoke("doctor", "--json")
+    assert code == 6 and [f["verdict"] for f in json.loads(out)] == ["ok", "warn", "fail", "fail"]
 
 
 def test_a_check_that_breaks_does_not_hide_the_others() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.invoking import Invoke
 from tvmfuse import tuning
 from tvmfuse.decide.log import Conditions, Log, Record
 from tvmfuse.decide.search import Allotment, Demand
@@ -21,8 +21,6 @@ DEFAULT, QUICK = Candidate("register", 0, (("mr", 8),)), Candidate("register", 0
 WON = Record.of(WORKLOAD, Verdict("wins", QUICK, 0.9, (0.88, 0.92), 0.01, 30, "quicker"), HERE)
 CLOSED = Record.of(WORKLOAD, Verdict("keeps default", DEFAULT, 1.0, (0.99, 1.01), 0.01, 30, "1 rival, 1 won"), HERE, "site")
 BEGUN = Record.of(OTHER, Measurement(QUICK, (1e-6, 2e-6), default_s=(2e-6, 4e-6)), HERE)
-
-Invoke = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture

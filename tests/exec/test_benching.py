@@ -16,6 +16,7 @@ from tvmfuse import benching, compare, peers
 from tvmfuse.benching import Entry
 from tvmfuse.errors import DeviceError
 from tvmfuse.peers.double import double
+from tvmfuse.peers.process import Process
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def test_rows_of_what_runs_and_reasons_of_what_does_not() -> None:
 
 def test_a_process_that_dies_says_of_what() -> None:
     proto, feeds = model()
-    with peers.Process("onnxruntime", "nowhere.onnx", feeds, ("y",)) as process:
+    with Process("onnxruntime", "nowhere.onnx", feeds, ("y",)) as process:
         with pytest.raises(DeviceError, match="nowhere.onnx"):
             process.load()
         os.kill(process.pid, signal.SIGKILL)
@@ -124,6 +125,6 @@ def test_only_those_who_say_so_are_tuned_for_hours() -> None:
 
 def test_what_takes_too_long_is_given_up() -> None:
     _, feeds = model()
-    with peers.Process("tvmfuse", "m.onnx", feeds, ("y",)) as process:
+    with Process("tvmfuse", "m.onnx", feeds, ("y",)) as process:
         with pytest.raises(DeviceError, match="no answer within 0 s"):
             process.load(0.01)

@@ -16,7 +16,7 @@ import pytest
 from onnx import external_data_helper, numpy_helper, parser
 
 import tvmfuse
-from tvmfuse import cli
+from tests.invoking import Invoke
 from tvmfuse.errors import ModelError, TvmfuseError, UnsupportedError, UsageError
 from tvmfuse.model import safety
 from tvmfuse.model.load import load
@@ -32,19 +32,6 @@ def written(folder: Path, proto: onnx.ModelProto) -> Path:
     path = folder / "model.onnx"
     path.write_bytes(proto.SerializeToString())
     return path
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs the command line; its exit code and stderr."""
-
-    def call(*arguments: str | Path) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["tvmfuse", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return int(stop.value.code or 0), capfd.readouterr().err
-
-    return call
 
 
 def external(folder: Path, location: str, length: int = 12) -> Path:
@@ -119,8 +106,8 @@ BAD: list[tuple[str, Callable[[Path], Path], int, str]] = [
 
 
 @pytest.mark.parametrize(("make", "code", "said"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_a_bad_model(command: Callable[..., tuple[int, str]], tmp_path: Path, make: Callable[[Path], Path], code: int, said: str) -> None:
-    ended, err = command("explain", make(tmp_path))
+def test_a_bad_model(invoke: Invoke, tmp_path: Path, make: Callable[[Path], Path], code: int, said: str) -> None:
+    ended, _, err = invoke("explain", make(tmp_path))
     assert ended == code
     assert said in err and "Traceback" not in err and "internal error" not in err
 
@@ -218,14 +205,14 @@ def test_an_unknown_target(target: dict, said: str) -> None:
 
 
 @pytest.mark.parametrize("budget", ["0", "soon", "-5s"])
-def test_a_budget_that_makes_no_sense(command: Callable[..., tuple[int, str]], tmp_path: Path, budget: str) -> None:
-    code, err = command("tune", written(tmp_path, model()), f"--budget={budget}")
+def test_a_budget_that_makes_no_sense(invoke: Invoke, tmp_path: Path, budget: str) -> None:
+    code, _, err = invoke("tune", written(tmp_path, model()), f"--budget={budget}")
     assert code == 2 and "write it like '90s', '10m' or '2h'" in err
 
 
-def test_an_artifact_that_cannot_be_written(command: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_an_artifact_that_cannot_be_written(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    code, err = command("build", written(tmp_path, model()), "-o", tmp_path / "file" / "m.tvmfuse")
+    code, _, err = invoke("build", written(tmp_path, model()), "-o", tmp_path / "file" / "m.tvmfuse")
     assert code == 2 and "can't write" in err
 
 

@@ -5,7 +5,6 @@ What fails on purpose ends with one line and the error's exit code; a traceback 
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 import warnings
 from typing import Annotated
@@ -67,6 +66,8 @@ def wrong_use(error: Exception) -> str:
 
 def _version(wanted: bool) -> None:
     if wanted:
+        import importlib.metadata  # --help doesn't wait for it
+
         typer.echo(importlib.metadata.version("tvmfuse"))
         raise typer.Exit
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import urllib.parse
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
 import tvmfuse
 
-from ..compare import draw
 from ..errors import UsageError
-from ..files import written
 from .arguments import AsJson, Fuse, Logs, Model, Numerics, Rpc, Shapes, Threads, holds_artifact, parse_shapes, parse_target
-from .output import check_output, print_table, say, show
+from .output import check_output, say, show
 
 
 def build(
@@ -54,6 +49,10 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Compute a model's outputs."""
+    from . import arrays  # waits for NumPy, as the next for rich
+    from .tables import print_table
+
+    feeds = arrays.read(inputs or ())
     if model.suffix == ".tvmfuse" or holds_artifact(model):
         if shape or threads or fuse != "measured" or numerics != "exact":
             raise UsageError("--shape, --fuse, --threads and --numerics were settled when the artifact was built")
@@ -62,56 +61,18 @@ def run(
         say(f"{model}: made by tvmfuse {made.toolchain.get('tvmfuse', '?')} for {made.target}; its code runs with your rights")
     else:
         session = tvmfuse.build(model, shapes=parse_shapes(shape), threads=threads, fuse=fuse, numerics=numerics)
-    feeds = read_inputs(inputs or ())
     if random is not None:
-        rng = np.random.default_rng(random)
-        feeds |= {i.name: draw(rng, i.shape, i.dtype) for i in session.get_inputs() if i.name not in feeds}
+        feeds |= arrays.drawn([info for info in session.get_inputs() if info.name not in feeds], random)
     results = {info.name: x for info, x in zip(session.get_outputs(), session.run(None, feeds), strict=True)}
     if output is not None:
-        write_outputs(output, results)
+        arrays.write(output, results)
+    told = {name: arrays.described(x) for name, x in results.items()}
     if as_json:
-        typer.echo(json.dumps({name: {"shape": x.shape, "dtype": str(x.dtype), **extremes(x)} for name, x in results.items()}))
+        typer.echo(json.dumps(told))
         return
     print_table(
         [
-            {"output": name, "shape": "x".join(map(str, x.shape)), "dtype": str(x.dtype), **{key: str(v) for key, v in extremes(x).items()}}
-            for name, x in results.items()
+            {"output": name, **{key: str(value) for key, value in facts.items()}, "shape": "x".join(map(str, facts["shape"]))}
+            for name, facts in told.items()
         ]
     )
-
-
-def read_inputs(texts: Sequence[str]) -> dict[str, np.ndarray]:
-    feeds: dict[str, np.ndarray] = {}
-    for text in texts:
-        name, value = read_input(text)
-        if name in feeds:
-            raise UsageError(f"--input is given twice for {name!r}: keep one of them")
-        feeds[name] = value
-    return feeds
-
-
-def read_input(text: str) -> tuple[str, np.ndarray]:
-    name, _, path = text.partition("=")
-    if not path:
-        raise UsageError(f"--input takes NAME=FILE.npy; not {text!r}")
-    try:
-        return name, np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UsageError(f"--input {name}: {path} can't be read as .npy: {error}") from error
-
-
-def extremes(x: np.ndarray) -> dict[str, float | None]:
-    """None for what is not a finite number: JSON has no NaN."""
-    found = {"min": x.min(), "mean": x.mean(), "max": x.max()} if x.size else dict.fromkeys(("min", "mean", "max"), np.nan)
-    return {name: float(value) if np.isfinite(value) else None for name, value in found.items()}
-
-
-def write_outputs(folder: Path, results: Mapping[str, np.ndarray]) -> None:
-    """One .npy each, named after the output with what a file name can't hold percent-encoded; each appears whole or not at all."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"can't write to {folder}: {error.strerror or error}") from error
-    for name, value in results.items():
-        with written(folder / f"{urllib.parse.quote(name, safe='')}.npy") as partial, partial.open("wb") as file:
-            np.save(file, value)

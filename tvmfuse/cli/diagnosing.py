@@ -8,7 +8,7 @@ from dataclasses import asdict
 import typer
 
 from .arguments import AsJson, Logs
-from .output import print_table, say
+from .output import say
 
 
 def doctor(logs: Logs = None, as_json: AsJson = False) -> None:
@@ -16,7 +16,8 @@ def doctor(logs: Logs = None, as_json: AsJson = False) -> None:
 
     Ends with 0 unless a check fails, else with the exit code of the first that does.
     """
-    from ..doctor import examine  # waits for TVM
+    from ..doctor import examine  # waits for TVM, as the next for rich
+    from .tables import print_table
 
     findings = examine(logs)
     if as_json:

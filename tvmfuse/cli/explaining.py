@@ -12,12 +12,12 @@ import typer
 import tvmfuse
 
 from ..errors import UsageError
-from ..values import Roofline
 from .arguments import AsJson, Logs, Model, Numerics, Shapes, Threads, parse_shapes
-from .output import describe, interval, place_cells, print_fields, print_table, say, stdout, visible
+from .output import describe, interval, place_cells, say, visible
 
 if TYPE_CHECKING:
     from ..explaining import Explained, Option
+    from ..values import Roofline
 
 
 def explain(
@@ -34,6 +34,8 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Say what is fused where, and why or why not."""
+    from .tables import print_fields, print_table, stdout  # wait for rich
+
     if before_after and site is None:
         raise UsageError("--before-after takes one SITE")
     limits = measure_limits if bound else None

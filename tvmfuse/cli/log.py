@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..decide.log import Log, is_finished
 from ..errors import CheckFailed, UsageError
 from .arguments import AsJson
-from .output import print_table, say
+from .output import say
+
+if TYPE_CHECKING:
+    from ..decide.log import Log
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -22,22 +24,35 @@ Sources = Annotated[
 Into = Annotated[Path | None, typer.Option("--into", file_okay=False, help="The folder that is written; by default your own.")]
 
 
-def files(sources: Sequence[Path] | None) -> list[Path]:
+def opened(*sources: Path) -> Log:
+    """Without sources the shipped log and the user's own."""
+    from ..decide.log import Log  # --help doesn't wait for it
+
+    return Log(sources) if sources else Log.shipped_and_own()
+
+
+def folder(into: Path | None) -> Log:
+    return opened(into or opened().folders[-1])
+
+
+def files(sources: Sequence[Path] | None) -> list[tuple[Path, Log]]:
     """Every .jsonl file of the sources. Raises UsageError for what isn't there."""
-    found = []
-    for source in sources or Log.shipped_and_own().folders:
+    found: list[Path] = []
+    for source in sources or opened().folders:
         if sources and not source.exists():
             raise UsageError(f"there is no log {source}")
         found += [source] if source.is_file() else sorted(source.glob("*.jsonl"))
-    return found
+    return [(path, opened(path)) for path in found]
 
 
 @app.command()
 def stats(sources: Sources = None, as_json: AsJson = False) -> None:
     """Count what each file holds."""
+    from ..decide.log import is_finished
+    from .tables import print_table  # waits for rich
+
     rows = []
-    for path in files(sources):
-        log = Log([path])
+    for path, log in files(sources):
         counts, sites = log.stats(), log.sites()
         rows.append(
             {
@@ -60,7 +75,7 @@ def stats(sources: Sources = None, as_json: AsJson = False) -> None:
 @app.command()
 def verify(sources: Sources = None, as_json: AsJson = False) -> None:
     """Read every record; exit code 8 when a line is damaged."""
-    logs = [Log([path]) for path in files(sources)]
+    logs = [log for _, log in files(sources)]
     records = sum(1 for log in logs for _ in log.records())
     damage = [damaged for log in logs for damaged in log.damage]  # known once everything is decoded
     if as_json:
@@ -77,7 +92,7 @@ def verify(sources: Sources = None, as_json: AsJson = False) -> None:
 @app.command()
 def compact(into: Into = None, as_json: AsJson = False) -> None:
     """Rewrite a folder to what builds and predictions need."""
-    log = Log([into or Log.shipped_and_own().folders[-1]])
+    log = folder(into)
     removed = log.compact()
     if as_json:
         typer.echo(json.dumps({"folder": str(log.folders[-1]), "removed_bytes": removed}))
@@ -92,8 +107,7 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Add the records of other logs that are not there yet."""
-    log = Log([into or Log.shipped_and_own().folders[-1]])
-    other = Log(sources)
+    log, other = folder(into), opened(*sources)
     added = log.merge(other)
     if as_json:
         typer.echo(json.dumps({"folder": str(log.folders[-1]), "added": added, "damaged": len(other.damage)}))

@@ -11,7 +11,7 @@ import typer
 
 from ..files import written
 from .arguments import AsJson, Logs, Model, Shapes, Threads, parse_shapes
-from .output import check_output, progress, say
+from .output import check_output, say
 
 
 def report(
@@ -24,8 +24,9 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Measure a model and write a page about it."""
-    from ..report.collect import collect  # waits for TVM
+    from ..report.collect import collect  # waits for TVM, as the last for rich
     from ..report.page import render
+    from .progress import progress
 
     check_output(output, model)
     with progress(model.name) as tell:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
-import onnx
 import typer
 
-from .. import benching, compare, peers
+from .. import peers
 from ..errors import UsageError
 from .arguments import AsJson, Logs, Model, Shapes, Threads, parse_shapes
-from .output import print_table, say
+from .output import say
+
+if TYPE_CHECKING:
+    from ..compare import Row
 
 
 def bench(
@@ -30,8 +31,14 @@ def bench(
     All are timed in turn, each in a process of its own, on the same random inputs; the first row is also timed against itself (A/A).
     Error is against a float64 run. Peers run on one thread and on as many as we do.
     """
-    from ..measure.host import default_threads  # waits for TVM, as the next
+    import numpy as np  # --help waits for none of these
+    import onnx
+
+    from .. import benching
+    from ..compare import draw
+    from ..measure.host import default_threads
     from ..model.load import load
+    from .tables import print_table
 
     unknown = [name for name in peer or () if name not in peers.PEERS]
     if unknown:
@@ -39,7 +46,7 @@ def bench(
     count = threads or default_threads()
     loaded = load(model, parse_shapes(shape))
     rng = np.random.default_rng(0)
-    feeds = {info.name: compare.draw(rng, info.shape, info.dtype) for info in loaded.inputs}
+    feeds = {info.name: draw(rng, info.shape, info.dtype) for info in loaded.inputs}
     entries = benching.ours("tvmfuse measured", count, fuse="measured", logs=logs)
     entries += [benching.Entry(f"tvmfuse {how}", "tvmfuse", count, {"fuse": how}) for how in ("always", "never")]
     entries += benching.others(peer or peers.USUAL, count)
@@ -54,7 +61,7 @@ def bench(
             say(f"{row.runner}, {row.threads} thread{'s' * (row.threads > 1)}: {row.reason}")
 
 
-def cells(row: compare.Row, callers: int) -> dict[str, str]:
+def cells(row: Row, callers: int) -> dict[str, str]:
     """A row as a line of a table: heading -> text."""
     found = {"runner": row.runner, "threads": str(row.threads)}
     if row.ratio is None or row.percentiles_s is None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import tvmfuse
 
-from .. import benching, compare
-from .. import demo as networks
-from ..decide.search import Allotment
 from ..errors import TooNoisy, UsageError
-from ..values import Site
 from .arguments import AsJson, Logs, Model, Numerics, Rpc, Shapes, Threads, parse_shapes
-from .output import cells, describe, print_table, progress, say, show, stdout
+from .output import say, show
+
+if TYPE_CHECKING:
+    from ..decide.search import Allotment
 
 
 def tune(
@@ -32,6 +30,8 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Measure each site's placements; record the best."""
+    from .progress import progress  # waits for rich
+
     shapes = parse_shapes(shape)
     if dry_run and rpc:
         raise UsageError("--dry-run plans for this CPU, not for --rpc")
@@ -56,6 +56,8 @@ def tune(
 
 def show_plan(plan: Allotment, as_json: bool) -> None:
     """Sites in the order in which they would be measured; those that the budget doesn't reach have no seconds."""
+    from .tables import print_table  # waits for rich
+
     planned = [*plan.shares, *((demand, 0.0) for demand in plan.unreached)]
     if as_json:
         rows = [
@@ -83,9 +85,14 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Tune DeepFilterNet3 for a minute and compare."""
+    from .. import benching, compare  # --help waits for none of these
+    from .. import demo as networks
+    from .output import cells, describe
+    from .progress import progress
+    from .tables import print_table, stdout
+
     shapes, share = {"S": 1}, seconds / len(networks.NETWORKS)
-    sites: dict[str, Sequence[Site]] = {}
-    rows: list[compare.Row] = []
+    sites, rows = {}, []
     for name in networks.NETWORKS:
         model = networks.network(name)
         feeds = networks.features(model, shapes)
