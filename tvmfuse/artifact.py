@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax
+from tvm.support import cc
 
 from .errors import ModelError, TargetMismatch, UsageError
 from .files import written
@@ -57,6 +58,15 @@ class Manifest:
     views: tuple[View, ...]
     weights: tuple[int, ...]
     workspace: int
+
+    @property
+    def cpu(self) -> str:
+        """The target in a few words: its CPU, and its triple where that was given."""
+        try:
+            stated = json.loads(self.target)
+            return " ".join(filter(None, (stated["mcpu"], stated.get("mtriple"))))
+        except (ValueError, TypeError, KeyError):
+            return self.target
 
     def to_json(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
@@ -118,13 +128,19 @@ def save(program: Program, path: str | os.PathLike[str]) -> None:
 
 
 def _linked(program: Program) -> bytes:
+    """By the compiler that CXX or CC names, else by the first that is installed. Raises UsageError."""
+    linker = cc.get_cc()
+    if linker is None:
+        raise UsageError("no C++ compiler is there to link with: install one (Debian, Ubuntu: g++; macOS: xcode-select --install)")
     with tempfile.TemporaryDirectory(prefix="tvmfuse-") as folder:
         library = Path(folder) / LIBRARY
         try:
             program.executable.export_library(str(library))
-        except RuntimeError as error:
-            last = str(error).strip().splitlines()[-1]
-            raise UsageError(f"can't link a library for target {program.manifest.target}: {last}") from error
+        except (RuntimeError, OSError) as error:
+            _, *said = str(error).strip().splitlines()  # TVM's heading, what the linker printed, the command
+            why = (error.strerror if isinstance(error, OSError) else next(iter(said), str(error))) or "no message"
+            advice = "set CXX to a C++ compiler for that target, such as aarch64-linux-gnu-g++"
+            raise UsageError(f"{linker} can't link a library for {program.manifest.cpu}: {why}; {advice}") from error
         return library.read_bytes()
 
 
@@ -183,8 +199,8 @@ def load(path: str | os.PathLike[str]) -> Program:
         whole = stated == _digest(data, code, [stored.data])
         ends = list(itertools.accumulate(map(aligned, manifest.weights), initial=0))
         weights = tuple(stored[begin : begin + size] for begin, size in zip(ends, manifest.weights, strict=False))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path}: no such file") from error
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ModelError(f"there is no file {path}") from error
     except (OSError, zipfile.BadZipFile, struct.error, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{path} is not a whole tvmfuse artifact ({error}); build it again with `tvmfuse build MODEL -o {path}`"

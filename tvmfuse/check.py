@@ -30,7 +30,7 @@ from .errors import UsageError
 from .files import written
 from .measure.host import host
 from .session import Session
-from .values import Site
+from .values import Numerics, Site
 
 FORMAT = 1
 SEED = 0
@@ -60,7 +60,10 @@ class Speed:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What is recorded. bits: output name -> digest of shape, type and values. cpu and threads: where `speed` holds."""
+    """What is recorded. bits: output name -> digest of shape, type and values. cpu and threads: where `speed` holds.
+
+    inputs     name -> type and bound shape, under which all the rest holds; None in files of before these were recorded. So is numerics.
+    """
 
     sites: Mapping[str, SiteState]
     kernels: int
@@ -68,6 +71,8 @@ class Decisions:
     cpu: str
     threads: int
     speed: Speed | None = None
+    inputs: Mapping[str, str] | None = None
+    numerics: Numerics = "exact"
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **dataclasses.asdict(self)}
@@ -87,9 +92,14 @@ class Decisions:
                 str(data["cpu"]),
                 int(data["threads"]),
                 Speed(float(speed["ratio"]), tuple(map(float, speed["interval"])), float(speed["noise"])) if speed else None,  # type: ignore[arg-type]
+                dict(data["inputs"]) if data.get("inputs") is not None else None,
+                data.get("numerics", "exact"),
             )
+        except FileNotFoundError as error:
+            absent = f"there is no file {path} yet; the same with"
+            raise UsageError(f"{absent} write=True writes it", f"{absent} --write writes it") from error
         except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}; write it first with `tvmfuse check MODEL --against {path} --write`") from error
+            raise UsageError(f"can't read {path}: {error.strerror}") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"{path} holds no decisions ({error}); write it again with --write") from error
 
@@ -107,7 +117,7 @@ class Judgement:
     notes: tuple[str, ...] = ()
 
 
-def inspect(session: Session) -> Decisions:
+def inspect(session: Session, numerics: Numerics = "exact") -> Decisions:
     """All but the speed."""
     return Decisions(
         {site.name: state(site) for site in session.sites},
@@ -115,6 +125,8 @@ def inspect(session: Session) -> Decisions:
         {info.name: digest(x) for info, x in zip(session.get_outputs(), session.run(None, seeded(session)), strict=True)},
         host().name,
         session.manifest.threads,
+        inputs={info.name: f"{info.dtype} {'x'.join(map(str, info.shape)) or 'scalar'}" for info in session.get_inputs()},
+        numerics=numerics,
     )
 
 
@@ -182,6 +194,18 @@ def regressions(recorded: Decisions, found: Decisions) -> Judgement:
     return Judgement(tuple(worse), tuple(notes))
 
 
+def conditions(recorded: Decisions, found: Decisions) -> tuple[str, ...]:
+    """What was built otherwise than for the file, a line each: where there is any, nothing else compares."""
+    lines = []
+    for name in dict.fromkeys((*(recorded.inputs or ()), *(found.inputs or ()))):
+        then, now = ((inputs or {}).get(name, "absent") for inputs in (recorded.inputs, found.inputs))
+        if recorded.inputs is not None and then != now:
+            lines.append(f"input {name}: recorded as {then}, built as {now}: bind the recorded shapes; nothing else is compared")
+    if recorded.numerics != found.numerics:
+        lines.append(f"numerics: recorded as {recorded.numerics}, built as {found.numerics}; nothing else is compared")
+    return tuple(lines)
+
+
 def judge_speed(recorded: Decisions, here: Decisions, attempt: Callable[[], Speed], tolerance: float) -> Judgement:
     """Measures until one attempt shows no slowdown; ATTEMPTS that all show it are a difference. Notes where speed can't be judged."""
     if recorded.speed is None:
@@ -209,6 +233,7 @@ def check(
     write: bool = False,
     speed: bool = True,
     tolerance: float = TOLERANCE,
+    numerics: Numerics = "exact",
 ) -> Judgement:
     """Build the model and compare it with the file `against`, or write that file.
 
@@ -217,8 +242,8 @@ def check(
     """
     path = Path(against)
     recorded = None if write else Decisions.read(path)
-    session = build(model, shapes=shapes, threads=threads, fuse=fuse, logs=logs)
-    found = inspect(session)
+    session = build(model, shapes=shapes, threads=threads, fuse=fuse, logs=logs, numerics=numerics)
+    found = inspect(session, numerics)
 
     def attempt() -> Speed:
         # Buffers of its own each time: where they lie decides some kernels' speed.
@@ -227,6 +252,8 @@ def check(
     if recorded is None:
         dataclasses.replace(found, speed=attempt() if speed else None).write(path)
         return Judgement(())
+    if other := conditions(recorded, found):
+        return Judgement(other)
     judgement = regressions(recorded, found)
     judged = judge_speed(recorded, found, attempt, tolerance) if speed else Judgement(())
     return Judgement(judgement.differences + judged.differences, judgement.notes + judged.notes)

@@ -98,8 +98,7 @@ def check_ffi() -> Finding:
 def check_cpu() -> Finding:
     here, masked = host(), llvm_only()
     isa = isa_among(here.features)
-    caches = ", ".join(f"{name} {size >> 10} KiB" for name, size in (("L1", here.l1), ("L2", here.l2), ("L3", here.l3)))
-    found = f"{here.name or here.key}; {isa.name if isa else 'no fused multiply-add on vectors'}; {caches}"
+    found = f"{here.name or here.key}; {isa.name if isa else 'no fused multiply-add on vectors'}; {here.caches}"
     if isa is None:
         return Finding("CPU", "fail", found, "use a CPU with AVX2 and FMA, AVX-512 or NEON", UnsupportedError.exit_code)
     if masked:
@@ -186,7 +185,10 @@ def check_compiler() -> Finding:
         source = Path(folder) / "empty.cc"
         source.write_text("int tvmfuse_doctor() { return 0; }\n")
         command = [compiler, "-shared", "-fPIC", "-o", f"{folder}/empty.so", str(source)]
-        linked = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            linked = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            return Finding("C++ compiler", "fail", f"{compiler} can't be run: {error.strerror}", fix, DeviceError.exit_code)
     if linked.returncode:
         last = (linked.stderr.strip().splitlines() or ["no message"])[-1]
         return Finding("C++ compiler", "fail", f"{compiler} can't link a library: {last}", fix, DeviceError.exit_code)

@@ -96,7 +96,7 @@ class Session:
         for info, buffer in zip((*self.manifest.inputs, *self.manifest.outputs), buffers, strict=True):
             if not (buffer.flags.c_contiguous and buffer.flags.writeable and buffer.dtype.isnative):
                 raise UsageError(f"{info.name!r} can't be bound: it is strided, read-only or in foreign byte order; pass a plain copy")
-        call = self._function(self._virtual_machine(), "main", buffers)
+        call = bound_function(self.program, virtual_machine(self.program), "main", buffers)
         if self._threads == 1:
             return call
         return lambda: callers.call(call)
@@ -113,8 +113,8 @@ class Session:
                 calls[-1].append((name, time.perf_counter() - began[0]))
 
         outputs = list(map(np.empty, self._shapes, self._dtypes))
-        vm = self._virtual_machine()
-        call = self._function(vm, "traced", [*self._arguments(feeds), *outputs])
+        vm = virtual_machine(self.program)
+        call = bound_function(self.program, vm, "traced", [*self._arguments(feeds), *outputs])
 
         def run() -> None:
             call()
@@ -179,25 +179,31 @@ class Session:
         try:
             return self._local.main
         except AttributeError:
-            self._local.main = self._function(self._virtual_machine(), "main", [])
+            self._local.main = bound_function(self.program, virtual_machine(self.program), "main", [])
             return self._local.main
 
-    def _virtual_machine(self) -> relax.VirtualMachine:
-        return relax.VirtualMachine(self.program.executable, tvm.cpu())
 
-    def _function(self, vm: relax.VirtualMachine, name: str, arguments: Sequence[np.ndarray]) -> Callable[..., None]:
-        """A function of the program with its last parameters bound: `arguments`, the weights, and a workspace of its own."""
-        size = self.manifest.workspace
-        workspace = np.empty(size + mmap.PAGESIZE, np.uint8)  # on a page: which cache sets its tensors fall into is then always the same
-        workspace = workspace[-workspace.ctypes.data % mmap.PAGESIZE :][:size]
+def virtual_machine(program: Program) -> relax.VirtualMachine:
+    """For one thread at a time."""
+    return relax.VirtualMachine(program.executable, tvm.cpu())
 
-        def tensor(view: View) -> Any:
-            memory = workspace if view.weight is None else self.program.weights[view.weight].reshape(-1).view(np.uint8)
-            end = view.offset + math.prod(view.shape) * np.dtype(view.dtype).itemsize
-            return tvm_ffi.from_dlpack(memory[view.offset : end].view(view.dtype).reshape(view.shape))
 
-        vm.module["save_function"](name, "call", False, *map(tvm_ffi.from_dlpack, arguments), *map(tensor, self.manifest.views))
-        return vm.module["call"]
+def bound_function(program: Program, vm: relax.VirtualMachine, name: str, arguments: Sequence[np.ndarray]) -> Callable[..., None]:
+    """A function of the program with parameters bound: `arguments`, which come first, and last the weights and a workspace of its own.
+
+    It is also vm.module["call"], where TVM's own tools find it.
+    """
+    size = program.manifest.workspace
+    workspace = np.empty(size + mmap.PAGESIZE, np.uint8)  # on a page: which cache sets its tensors fall into is then always the same
+    workspace = workspace[-workspace.ctypes.data % mmap.PAGESIZE :][:size]
+
+    def tensor(view: View) -> Any:
+        memory = workspace if view.weight is None else program.weights[view.weight].reshape(-1).view(np.uint8)
+        end = view.offset + math.prod(view.shape) * np.dtype(view.dtype).itemsize
+        return tvm_ffi.from_dlpack(memory[view.offset : end].view(view.dtype).reshape(view.shape))
+
+    vm.module["save_function"](name, "call", False, *map(tvm_ffi.from_dlpack, arguments), *map(tensor, program.manifest.views))
+    return vm.module["call"]
 
 
 def load(path: str | os.PathLike[str]) -> Session:

@@ -39,6 +39,7 @@ LEAST_GAIN = 0.01  # whatever a model says: it may be wrong
 # Kept of the budget for the whole-model comparison, which compiles every site some three times.
 GATE_SHARE, GATE_SITE_S, MOST_GATE_SHARE = 0.05, 0.3, 0.25
 SLOW_MODEL_S = 20e-3  # a model this slow is timed once a round: an interruption is small beside it
+OUTCOMES = ("decided before", "tuned", "kept default", "undecided", "too noisy", "reverted", "begun", "not reached", "without a choice")
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -46,7 +47,7 @@ UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 class Summary:
     """What one tuning run came to.
 
-    sites      all of the model's sites, as a build would now choose them.
+    sites      all of the model's sites, as a build would now choose them. Equal sites have one workload, which is measured once.
     matched    workloads that the log had decided before; results: those measured now; unreached: those that the budget left out.
     gate       tuned against always or never, whichever is quicker, on the whole model, when a site changed; reverted: sites that it
                turned back.
@@ -73,14 +74,20 @@ class Summary:
         best = f", best other {rivals[0].ratio:.3f} [{rivals[0].ci[0]:.3f}, {rivals[0].ci[1]:.3f}]" if rivals else ""
         return _outcome(result) + best + ("" if result.finished else ", the next run goes on here")
 
+    @property
+    def left(self) -> int:
+        """Workloads that a further run goes on with."""
+        return len(self.unreached) + sum(not result.finished for result in self.results)
+
     def __str__(self) -> str:
-        outcomes = Counter(_outcome(result) for result in self.results)
-        workloads = len({site.workload for site in self.sites})
-        parts = [
-            f"sites: {len(self.sites)} of {workloads} workloads, matched {self.matched}",
-            *(f"{name} {count}" for name, count in sorted(outcomes.items())),
-        ]
-        return " ".join([*parts, f"not reached {len(self.unreached)}", f"reverted {len(self.reverted)}", f"in {self.spent_s:.0f} s"])
+        """Of how many sites what became; of equal ones, the one that was measured counts."""
+        distinct = len({site.workload for site in self.sites})
+        found = Counter({"decided before": self.matched, "not reached": len(self.unreached), "reverted": len(self.reverted)})
+        found.update(_outcome(result) for result in self.results if result.workload not in self.reverted)
+        found["without a choice"] = distinct - found.total()
+        head = f"sites: {len(self.sites)}" + (f" ({distinct} different ones, each measured once)" if distinct < len(self.sites) else "")
+        became = ", ".join(f"{found[name]} {name}" for name in OUTCOMES if found[name])
+        return f"{head}: {became or 'nothing to decide'}; in {self.spent_s:.0f} s"
 
 
 def tune(

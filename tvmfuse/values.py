@@ -526,6 +526,10 @@ class Host:
         digest = hashlib.sha256(" ".join(self.features).encode()).hexdigest()[:8]
         return f"{self.vendor}-{self.family:x}-{self.model:x}-{self.stepping:x}-{digest}".lower().replace(" ", "")
 
+    @property
+    def caches(self) -> str:
+        return ", ".join(f"{name} {size >> 10} KiB" for name, size in (("L1", self.l1), ("L2", self.l2), ("L3", self.l3)))
+
 
 @dataclass(frozen=True)
 class Measurement:

@@ -36,12 +36,29 @@ def test_writing_and_then_checking_passes(invoke: Invoke, model: Path, tmp_path:
     code, out, err = invoke("check", model, "--against", file, "--shape", "n=3", "--write", "--no-speed")
     assert (code, out) == (0, "") and "written" in err and json.loads(file.read_text())["speed"] is None
     assert invoke("check", model, "--against", file, "--shape", "n=3", "--no-speed")[0] == 0
-    assert invoke("check", model, "--against", file, "--shape", "n=5", "--no-speed")[0] == 8
+    code, out, _ = invoke("check", model, "--against", file, "--shape", "n=5", "--no-speed")
+    assert (code, out) == (
+        8,
+        "input x: recorded as float32 3x4, built as float32 5x4: bind the recorded shapes; nothing else is compared\n",
+    )
+    code, out, _ = invoke("check", model, "--against", file, "--shape", "n=3", "--numerics", "relaxed", "--no-speed")
+    assert (code, out) == (8, "numerics: recorded as exact, built as relaxed; nothing else is compared\n")
+
+
+def test_a_file_without_its_shapes_is_still_read(invoke: Invoke, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "d.json"
+    invoke("check", model, "--against", file, "--shape", "n=3", "--write", "--no-speed")
+    data = json.loads(file.read_text())
+    assert data.pop("inputs") == {"x": "float32 3x4"} and data.pop("numerics") == "exact"
+    file.write_text(json.dumps(data))
+    assert invoke("check", model, "--against", file, "--shape", "n=3", "--no-speed")[0] == 0
+    code, out, _ = invoke("check", model, "--against", file, "--shape", "n=5", "--no-speed")
+    assert code == 8 and out.startswith("bits of output y")
 
 
 def test_check_without_its_file_says_how_to_write_it(invoke: Invoke, model: Path, tmp_path: Path) -> None:
     code, _, err = invoke("check", model, "--against", tmp_path / "absent.json")
-    assert code == 2 and "--write" in err
+    assert code == 2 and err == f"tvmfuse: there is no file {tmp_path / 'absent.json'} yet; the same with --write writes it\n"
 
 
 def test_check_passes_its_options_on(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +69,7 @@ def test_check_passes_its_options_on(invoke: Invoke, model: Path, monkeypatch: p
     )
     assert asked == {
         "shapes": {"n": 2}, "threads": 1, "fuse": "always", "logs": None, "write": False, "speed": False, "tolerance": 0.3,
+        "numerics": "exact",
     }  # fmt: skip
 
 

@@ -78,6 +78,7 @@ class FakeReport:
 class Summary:
     sites: tuple[Site, ...] = (SITE,)
     results: tuple[SimpleNamespace, ...] = (SimpleNamespace(too_noisy=True), SimpleNamespace(too_noisy=False))
+    left: int = 0
 
     def __str__(self) -> str:
         return "sites: 1 tuned 1"
@@ -88,7 +89,7 @@ class FakeSession:
 
     sites = (SITE,)
     kernel_count = 3
-    manifest = SimpleNamespace(toolchain={"tvmfuse": "7.8"}, target="llvm -mcpu=z80")
+    manifest = SimpleNamespace(toolchain={"tvmfuse": "7.8"}, cpu="z80")
 
     def get_inputs(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(name="x", shape=(2, 3), dtype="float32")]
@@ -152,7 +153,7 @@ def test_build_passes_its_options_on_and_writes_the_artifact(invoke: Invoke, ask
         "rpc": None,
     }
     assert "conv1" in done.out and "register 2/2" in done.out and "0.900 [0.880, 0.920]" in done.out
-    assert "1 sites, 3 kernels" in done.err
+    assert "1 site, 3 kernels" in done.err
 
 
 def test_numerics_is_passed_on_and_relaxed_sites_are_labelled(
@@ -184,7 +185,7 @@ def test_json_is_all_that_stdout_gets(invoke: Invoke, asked: dict, model: Path, 
 def test_explain_adds_prediction_and_refusals(invoke: Invoke, asked: dict, model: Path) -> None:
     done = invoke("explain", model)
     assert "predicted us" in done.out and "act stays below lv1: two users [second user: probabilities]" in done.out
-    assert "what could be done: let it read act" in done.out and "1 sites, 1 refusals" in done.err
+    assert "what could be done: let it read act" in done.out and "1 site, 1 refusal;" in done.err
     told = json.loads(invoke("explain", model, "--json").out)
     assert (told["sites"][0]["predicted_s"], told["sites"][0]["bytes_saved"]) == (2e-6, 512)
     assert (told["refusals"][0]["node"], told["sites"][0]["options"][1]["verdict"]["ci"]) == ("probabilities", [0.88, 0.92])
@@ -192,6 +193,13 @@ def test_explain_adds_prediction_and_refusals(invoke: Invoke, asked: dict, model
 
 def test_the_command_that_explain_suggests_keeps_the_shapes(invoke: Invoke, asked: dict, model: Path) -> None:
     assert f"`tvmfuse explain {model} --shape T=8 SITE` tells all" in invoke("explain", model, "--shape", "T=8").err
+
+
+def test_explain_of_a_model_without_sites_speaks_of_none(invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeReport, "sites", ())
+    monkeypatch.setattr(FakeReport, "refusals", ())
+    done = invoke("explain", model)
+    assert (done.code, done.out, "no sites: there is no matmul" in done.err, "SITE" in done.err) == (0, "", True, False)
 
 
 def test_explain_tells_all_of_one_site(invoke: Invoke, asked: dict, model: Path) -> None:
@@ -286,7 +294,7 @@ def test_run_opens_an_artifact(invoke: Invoke, asked: dict, tmp_path: Path) -> N
     artifact = tmp_path / "m.tvmfuse"
     artifact.touch()
     done = invoke("run", artifact, "--random", "0")
-    assert (done.code, "made by tvmfuse 7.8 for llvm -mcpu=z80" in done.err) == (0, True)
+    assert (done.code, "made by tvmfuse 7.8 for z80;" in done.err) == (0, True)
     assert "build" not in asked
     refused = invoke("run", artifact, "--random", "0", "--shape", "S=1")
     assert (refused.code, "settled when the artifact was built" in refused.err) == (2, True)
@@ -348,7 +356,13 @@ def test_interrupted_tuning_says_what_is_kept(invoke: Invoke, model: Path, monke
 
     monkeypatch.setitem(vars(tvmfuse), "tune", interrupted)
     done = invoke("tune", model)
-    assert (done.code, done.err) == (130, "interrupted; what was measured is in the log\n")
+    assert (done.code, "the same command again goes on from there" in done.err) == (130, True)
+
+
+def test_tuning_that_leaves_sites_says_how_it_goes_on(invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(tvmfuse), "tune", lambda *_, **__: Summary(left=3))
+    assert "the same command again goes on with what is left: 3 sites" in invoke("tune", model).err
+    assert json.loads(invoke("tune", model, "--json").out)["left"] == 3
 
 
 @pytest.mark.parametrize(
@@ -361,7 +375,7 @@ def test_interrupted_tuning_says_what_is_kept(invoke: Invoke, model: Path, monke
         (["--input", "x"], "--input takes NAME=FILE.npy"),
         (["--input", "x=absent.npy"], "absent.npy can't be read"),
         ([], "input 'x' is missing"),
-        (["--fuse", "perhaps"], "perhaps"),
+        (["--fuse", "perhaps"], "for '--fuse': 'perhaps' is not one of 'measured', 'always', 'never'; see"),
         (["--threads", "0"], "threads"),
     ],
 )

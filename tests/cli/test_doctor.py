@@ -119,6 +119,12 @@ def test_an_absent_or_broken_compiler_is_found(monkeypatch: pytest.MonkeyPatch) 
     broken = compiler(monkeypatch, "g++", lambda *_, **__: SimpleNamespace(returncode=1, stderr="ld: no crt1.o"))
     assert (broken.verdict, "no crt1.o" in broken.found) == ("fail", True)
 
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    named = compiler(monkeypatch, "nowhere-g++", missing)
+    assert (named.verdict, "nowhere-g++ can't be run" in named.found, "CXX" in named.fix) == ("fail", True, True)
+
 
 def test_a_damaged_log_warns_and_an_unwritable_one_fails(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("garbage\n")

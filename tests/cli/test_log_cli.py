@@ -55,7 +55,7 @@ def test_damaged_line_fails_verification_and_is_named(invoke: Invoke, folder: Pa
     with file(folder).open("ab") as log:
         log.write(b"{torn\n")
     code, out, err = invoke("log", "verify", folder)
-    assert code == 8 and out.startswith(f"{file(folder)}:4: skipped") and "1 lines are damaged, 4 records are sound" in err
+    assert code == 8 and out.startswith(f"{file(folder)}:4: skipped") and "1 line damaged, 4 records sound" in err
     code, out, _ = invoke("log", "verify", folder, "--json")
     told = json.loads(out)
     assert (code, told["records"], told["damage"][0]["line"]) == (8, 4, 4)

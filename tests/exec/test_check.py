@@ -186,7 +186,7 @@ def test_speed_is_recorded_beside_the_reference_kernel(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 9}', '{"format": 1, "sites": 3, "speed": null}'])
 def test_a_file_that_holds_no_decisions(tmp_path: Path, text: str) -> None:
     file = tmp_path / "decisions.json"
-    with pytest.raises(UsageError, match="--write"):
+    with pytest.raises(UsageError, match="write=True"):
         check("absent.onnx", file)
     file.write_text(text)
     with pytest.raises(UsageError, match="holds no decisions"):

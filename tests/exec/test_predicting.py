@@ -39,11 +39,6 @@ def model() -> onnx.ModelProto:
     return helper.make_model(helper.make_graph(nodes, "g", [x], [y], weights), opset_imports=[helper.make_opsetid("", 17)])
 
 
-@pytest.fixture
-def plan() -> building.Plan:
-    return building.plan_for(None, 1, "always", None)
-
-
 def others(model: onnx.ModelProto, plan: building.Plan, sites: int = 30, apart: float = 0.7, noise: float = 0.0) -> list[Record]:
     """Records of matmuls with this model's epilogue, on another CPU of this instruction set: a second pass is quicker there."""
     chain = building.prepare(model).sites[0].workload.epilogue

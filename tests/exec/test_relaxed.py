@@ -35,16 +35,6 @@ def model() -> onnx.ModelProto:
     return helper.make_model(helper.make_graph(nodes, "g", [x], [y], weights), opset_imports=[helper.make_opsetid("", 17)])
 
 
-@pytest.fixture
-def plan() -> building.Plan:
-    return building.plan_for(None, 1, "always", None)
-
-
-@pytest.fixture
-def workload(model: onnx.ModelProto) -> Workload:
-    return building.prepare(model).sites[0].workload
-
-
 def decided(workload: Workload, candidate: Candidate, plan: building.Plan, numerics: Numerics, ratio: float) -> Record:
     conditions = Conditions(host(), 1, toolchain(), kernel.digest(workload, plan.machine, numerics))
     return Record.of(workload, Verdict("wins", candidate, ratio, (ratio - 0.01, ratio + 0.01), 0.001, 15, "for this test"), conditions)

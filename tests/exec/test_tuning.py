@@ -20,7 +20,7 @@ from tvmfuse.decide.log import Conditions, Log, Record, is_finished
 from tvmfuse.decide.search import SiteResult
 from tvmfuse.errors import UsageError
 from tvmfuse.measure.host import host, toolchain
-from tvmfuse.values import Candidate, Host, Verdict, Workload
+from tvmfuse.values import Candidate, Host, Matmul, Site, Verdict, Workload
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +37,6 @@ def model() -> onnx.ModelProto:
     ]
     x, y = helper.make_tensor_value_info("x", TensorProto.FLOAT, [40, 64]), helper.make_tensor_value_info("y", TensorProto.FLOAT, [40, 32])
     return helper.make_model(helper.make_graph(nodes, "g", [x], [y], weights), opset_imports=[helper.make_opsetid("", 17)])
-
-
-@pytest.fixture
-def plan() -> building.Plan:
-    return building.plan_for(None, 1, "always", None)
-
-
-@pytest.fixture
-def workload(model: onnx.ModelProto) -> Workload:
-    return building.prepare(model).sites[0].workload
 
 
 def decided(workload: Workload, candidate: Candidate, plan: building.Plan, **changes: object) -> Record:
@@ -83,6 +73,16 @@ def test_tuned_model_is_replayed_by_build_with_the_same_bits(model: onnx.ModelPr
     ahead = tuning.dry_run(model, threads=1, budget="9s", logs=tmp_path)
     left = {demand.workload for demand in (*(d for d, _ in ahead.shares), *ahead.unreached)}
     assert left == workloads - set(finished), "what is finished isn't measured again"
+
+
+def test_summary_counts_what_became_of_each_workload(workload: Workload) -> None:
+    other, third = (Workload(Matmul(1, m, 8, 8), workload.epilogue) for m in (1, 2))
+    site = Site("s", "matmul", (), (), None, 0, "default", None, workload)
+    sites = tuple(dataclasses.replace(site, workload=w) for w in (workload, workload, other, third))
+    begun = SiteResult(other, Candidate("register", 0), Candidate("register", 0), (), (), 3, 1.0, finished=False)
+    summary = tuning.Summary(sites, 0, (begun,), (workload,), None, (), 20.4)
+    assert str(summary) == "sites: 4 (3 different ones, each measured once): 1 begun, 1 not reached, 1 without a choice; in 20 s"
+    assert summary.left == 2
 
 
 def test_budget_that_reaches_no_site_is_refused(model: onnx.ModelProto, tmp_path: Path) -> None:

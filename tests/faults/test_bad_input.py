@@ -216,6 +216,21 @@ def test_an_artifact_that_cannot_be_written(invoke: Invoke, tmp_path: Path) -> N
     assert code == 2 and "can't write" in err
 
 
+@pytest.mark.parametrize(
+    ("cxx", "said"),
+    [
+        ("nowhere-g++", "nowhere-g++ can't link a library for cortex-a76 aarch64-linux-gnu: No such file or directory; set CXX to"),
+        ("false", "false can't link a library for cortex-a76 aarch64-linux-gnu: no message; set CXX to"),
+    ],
+)
+def test_a_linker_that_does_not_link_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cxx: str, said: str) -> None:
+    foreign = tvmfuse.build(model(), target={"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a76"}, threads=1)
+    monkeypatch.setenv("CXX", cxx)
+    with pytest.raises(UsageError) as error:
+        foreign.save(tmp_path / "m.tvmfuse")
+    assert said in str(error.value) and list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_leaves_nothing(session: tvmfuse.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -61,7 +61,8 @@ def wrong_use(error: Exception) -> str:
     text, context = error.format_message(), error.ctx  # type: ignore[attr-defined]
     if type(error).__name__ == "NoArgsIsHelpError":
         return text
-    return f"tvmfuse: {one_line(text).rstrip('.')}; see `{context.command_path if context else 'tvmfuse'} --help`"
+    said = one_line(text).replace("Value error, ", "").rstrip(".")  # the prefix of the library that checks choices for typer
+    return f"tvmfuse: {said}; see `{context.command_path if context else 'tvmfuse'} --help`"
 
 
 def _version(wanted: bool) -> None:

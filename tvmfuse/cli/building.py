@@ -12,7 +12,7 @@ import tvmfuse
 
 from ..errors import UsageError
 from .arguments import AsJson, Fuse, Logs, Model, Numerics, Rpc, Shapes, Threads, holds_artifact, parse_shapes, parse_target
-from .output import check_output, say, show
+from .output import check_output, counted, say, show
 
 
 def build(
@@ -34,7 +34,7 @@ def build(
     )
     session.save(output)
     show(session.sites, as_json, artifact=str(output), kernels=session.kernel_count)
-    say(f"{output}: {len(session.sites)} sites, {session.kernel_count} kernels")
+    say(f"{output}: {counted(len(session.sites), 'site')}, {counted(session.kernel_count, 'kernel')}")
 
 
 def run(
@@ -58,7 +58,7 @@ def run(
             raise UsageError("--shape, --fuse, --threads and --numerics were settled when the artifact was built")
         session = tvmfuse.load(model)
         made = session.manifest
-        say(f"{model}: made by tvmfuse {made.toolchain.get('tvmfuse', '?')} for {made.target}; its code runs with your rights")
+        say(f"{model}: made by tvmfuse {made.toolchain.get('tvmfuse', '?')} for {made.cpu}; its code runs with your rights")
     else:
         session = tvmfuse.build(model, shapes=parse_shapes(shape), threads=threads, fuse=fuse, numerics=numerics)
     if random is not None:

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from ..errors import CheckFailed
-from .arguments import AsJson, Fuse, Logs, Model, Shapes, Threads, parse_shapes
-from .output import say, visible
+from .arguments import AsJson, Fuse, Logs, Model, Numerics, Shapes, Threads, parse_shapes
+from .output import counted, say, visible
 
 
 def check(
@@ -24,6 +24,7 @@ def check(
     logs: Logs = None,
     speed: Annotated[bool, typer.Option(help="Measure speed against a reference kernel too.")] = True,
     tolerance: Annotated[float, typer.Option(min=0, help="How much slower is still well: 0.1 for a tenth.")] = 0.1,
+    numerics: Numerics = "exact",
     as_json: AsJson = False,
 ) -> None:
     """Fail (exit code 8) if a model is fused less, gives other bits or runs slower than a file says."""
@@ -39,6 +40,7 @@ def check(
         write=write,
         speed=speed,
         tolerance=tolerance,
+        numerics=numerics,
     )
     if as_json:
         typer.echo(json.dumps({"ok": not judgement.differences, **asdict(judgement)}))
@@ -48,6 +50,6 @@ def check(
     for note in judgement.notes:
         say(note)
     if judgement.differences:
-        count = f"{len(judgement.differences)} difference{'s' * (len(judgement.differences) > 1)}"
-        raise CheckFailed(f"{model}: {count} from {against}; if meant, record the new state with --write")
+        found = counted(len(judgement.differences), "difference")
+        raise CheckFailed(f"{model}: {found} from {against}; if meant, record the new state with --write")
     say(f"{against}: {'written' if write else 'no difference'}")

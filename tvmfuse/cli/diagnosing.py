@@ -8,7 +8,7 @@ from dataclasses import asdict
 import typer
 
 from .arguments import AsJson, Logs
-from .output import say
+from .output import counted, say
 
 
 def doctor(logs: Logs = None, as_json: AsJson = False) -> None:
@@ -26,6 +26,6 @@ def doctor(logs: Logs = None, as_json: AsJson = False) -> None:
         print_table([{"check": f.check, "verdict": f.verdict, "found": f.found, "what to do": f.fix} for f in findings])
     failed = [f for f in findings if f.verdict == "fail"]
     warned = sum(f.verdict == "warn" for f in findings)
-    say(f"{len(findings)} checks: {len(findings) - len(failed) - warned} ok, {warned} warn, {len(failed)} fail")
+    say(f"{counted(len(findings), 'check')}: {len(findings) - len(failed) - warned} ok, {warned} warn, {len(failed)} fail")
     if failed:
         raise typer.Exit(failed[0].exit_code)

@@ -13,7 +13,7 @@ import tvmfuse
 
 from ..errors import UsageError
 from .arguments import AsJson, Logs, Model, Numerics, Shapes, Threads, parse_shapes
-from .output import describe, interval, place_cells, say, visible
+from .output import counted, describe, interval, place_cells, say, visible
 
 if TYPE_CHECKING:
     from ..explaining import Explained, Option
@@ -51,8 +51,11 @@ def explain(
         print_table([cells(e) for e in sites])
         for refusal in report.refusals:
             typer.echo(visible(str(refusal)))
+        if not sites:
+            say(f"{model}: no sites: there is no matmul, convolution or recurrent layer in it that an epilogue could be fused to")
+            return
         again = shlex.join(["tvmfuse", "explain", str(model), *(word for given in shape or () for word in ("--shape", given))])
-        say(f"{len(sites)} sites, {len(report.refusals)} refusals; `{again} SITE` tells all of one")
+        say(f"{counted(len(sites), 'site')}, {counted(len(report.refusals), 'refusal')}; `{again} SITE` tells all of one")
         return
     print_fields({**cells(sites[0]), **{f"not in the loop: {b.op}": str(b) for b in sites[0].blocked}})
     typer.echo()

@@ -11,7 +11,7 @@ import typer
 
 from ..errors import CheckFailed, UsageError
 from .arguments import AsJson
-from .output import say
+from .output import counted, say
 
 if TYPE_CHECKING:
     from ..decide.log import Log
@@ -85,8 +85,9 @@ def verify(sources: Sources = None, as_json: AsJson = False) -> None:
         for damaged in damage:
             typer.echo(str(damaged))
     if damage:
-        raise CheckFailed(f"{len(damage)} lines are damaged, {records} records are sound; `tvmfuse log compact` drops the lines")
-    say(f"{records} records, none damaged")
+        state = f"{counted(len(damage), 'line')} damaged, {counted(records, 'record')} sound"
+        raise CheckFailed(f"{state}; `tvmfuse log compact` drops what is damaged")
+    say(f"{counted(records, 'record')}, none damaged")
 
 
 @app.command()
@@ -114,4 +115,4 @@ def merge(
     else:
         for damaged in other.damage:
             say(str(damaged))
-        say(f"{log.folders[-1]}: {added} records more")
+        say(f"{log.folders[-1]}: {counted(added, 'record')} more")

@@ -31,6 +31,11 @@ def say(text: str) -> None:
     typer.echo("\n".join(map(visible, text.split("\n"))), err=True)
 
 
+def counted(number: int, what: str) -> str:
+    """1 site, 2 sites."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def visible(text: str) -> str:
     """Names come from the model: what would steer the terminal is written out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -11,7 +11,7 @@ import typer
 from .. import peers
 from ..errors import UsageError
 from .arguments import AsJson, Logs, Model, Shapes, Threads, parse_shapes
-from .output import say
+from .output import counted, say
 
 if TYPE_CHECKING:
     from ..compare import Row
@@ -58,7 +58,7 @@ def bench(
     print_table([cells(row, count) for row in rows])
     for row in rows:
         if row.reason:
-            say(f"{row.runner}, {row.threads} thread{'s' * (row.threads > 1)}: {row.reason}")
+            say(f"{row.runner}, {counted(row.threads, 'thread')}: {row.reason}")
 
 
 def cells(row: Row, callers: int) -> dict[str, str]:

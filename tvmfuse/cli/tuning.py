@@ -12,7 +12,7 @@ import tvmfuse
 
 from ..errors import TooNoisy, UsageError
 from .arguments import AsJson, Logs, Model, Numerics, Rpc, Shapes, Threads, parse_shapes
-from .output import say, show
+from .output import counted, say, show
 
 if TYPE_CHECKING:
     from ..decide.search import Allotment
@@ -46,10 +46,12 @@ def tune(
                 model, shapes=shapes, threads=threads, budget=budget, logs=logs, progress=report, numerics=numerics, rpc=rpc
             )
     except KeyboardInterrupt:
-        say("interrupted; what was measured is in the log")
+        say("interrupted; what was measured is in the log, and the same command again goes on from there")
         raise typer.Exit(130) from None
-    show(summary.sites, as_json)
+    show(summary.sites, as_json, left=summary.left)
     say(str(summary))
+    if summary.left:
+        say(f"the same command again goes on with what is left: {counted(summary.left, 'site')}")
     if summary.results and all(result.too_noisy for result in summary.results):
         raise TooNoisy("the A/A control was too unsteady at every site, so nothing was decided; stop what else runs here, then tune again")
 

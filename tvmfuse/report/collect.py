@@ -102,11 +102,10 @@ def _state(site: Site) -> str:
 def _environment(threads: int, times_s: list[float]) -> list[tuple[str, str]]:
     here, isa = host(), isa_among(host().features)
     spread = statistics.quantiles(times_s, n=4)
-    caches = ", ".join(f"{name} {size >> 10} KiB" for name, size in (("L1", here.l1), ("L2", here.l2), ("L3", here.l3)))
     return [
         ("CPU", here.name or here.key),
         ("instruction set", isa.name if isa else "unknown"),
-        ("caches of a core", caches),
+        ("caches of a core", here.caches),
         ("threads", f"{threads} of {os.cpu_count()}"),
         ("system", f"{platform.system()} {platform.release()}, Python {platform.python_version()}"),
         ("toolchain", ", ".join(f"{name} {version}" for name, version in toolchain().items())),
