@@ -128,20 +128,27 @@ def save(program: Program, path: str | os.PathLike[str]) -> None:
 
 
 def _linked(program: Program) -> bytes:
-    """By the compiler that CXX or CC names, else by the first that is installed. Raises UsageError."""
-    linker = cc.get_cc()
-    if linker is None:
-        raise UsageError("no C++ compiler is there to link with: install one (Debian, Ubuntu: g++; macOS: xcode-select --install)")
     with tempfile.TemporaryDirectory(prefix="tvmfuse-") as folder:
         library = Path(folder) / LIBRARY
-        try:
-            program.executable.export_library(str(library))
-        except (RuntimeError, OSError) as error:
-            _, *said = str(error).strip().splitlines()  # TVM's heading, what the linker printed, the command
-            why = (error.strerror if isinstance(error, OSError) else next(iter(said), str(error))) or "no message"
-            advice = "set CXX to a C++ compiler for that target, such as aarch64-linux-gnu-g++"
-            raise UsageError(f"{linker} can't link a library for {program.manifest.cpu}: {why}; {advice}") from error
+        link(program, library)
         return library.read_bytes()
+
+
+def link(program: Program, library: Path) -> None:
+    """Write a program's code, which was compiled in this process, by the compiler that CXX or CC names, else by the first that is there.
+
+    A .tar gets objects, to be linked elsewhere. Raises UsageError.
+    """
+    linker = cc.get_cc()
+    if linker is None and library.suffix != ".tar":
+        raise UsageError("no C++ compiler is there to link with: install one (Debian, Ubuntu: g++; macOS: xcode-select --install)")
+    try:
+        program.executable.export_library(str(library))
+    except (RuntimeError, OSError) as error:
+        _, *said = str(error).strip().splitlines()  # TVM's heading, what the linker printed, the command
+        why = (error.strerror if isinstance(error, OSError) else next(iter(said), str(error))) or "no message"
+        advice = "set CXX to a C++ compiler for that target, such as aarch64-linux-gnu-g++"
+        raise UsageError(f"{linker} can't link a library for {program.manifest.cpu}: {why}; {advice}") from error
 
 
 def _write(program: Program, path: Path, code: bytes) -> None:

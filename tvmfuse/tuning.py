@@ -5,40 +5,38 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import random
 import re
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tvm.target import Target
 
 from . import kernel
-from .building import Plan, Prepared, compile_model, described, plan_for, prepare
-from .choose import Chooser, Fuse, first_tiles
-from .compare import bound, draw
-from .decide import search, verdict
+from .building import Plan, Prepared, described, plan_for, prepare
+from .choose import first_tiles
+from .decide import search
 from .decide.cost_model import AnalyticPrior, Learned, learn
-from .decide.log import Log, Record, is_finished
+from .decide.log import Log, is_finished
 from .errors import UsageError
-from .measure.device import BuildKernel, Device, LocalDevice
+from .gate import Compare, OnDevice, gate, in_this_process
+from .measure.device import BuildKernel, Device, LocalDevice, Place
 from .measure.forkserver import ForkServer
-from .measure.host import host, toolchain
+from .measure.host import host
 from .measure.pool import Pool
 from .measure.remote import Identity, connected
 from .predicting import measured
-from .session import Session
-from .values import Candidate, Host, Machine, Numerics, Outcome, Site, Verdict, Workload
+from .values import Candidate, Host, Machine, Numerics, Site, Verdict, Workload
 
 Progress = Callable[[float, str], None]
 EXPECTED_GAIN = 0.05  # of a site's time, before anything is known about it; only ratios between sites matter
 LEAST_GAIN = 0.01  # whatever a model says: it may be wrong
 # Kept of the budget for the whole-model comparison, which compiles every site some three times.
 GATE_SHARE, GATE_SITE_S, MOST_GATE_SHARE = 0.05, 0.3, 0.25
-SLOW_MODEL_S = 20e-3  # a model this slow is timed once a round: an interruption is small beside it
 OUTCOMES = ("decided before", "tuned", "kept default", "undecided", "too noisy", "reverted", "begun", "not reached", "without a choice")
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -50,7 +48,7 @@ class Summary:
     sites      all of the model's sites, as a build would now choose them. Equal sites have one workload, which is measured once.
     matched    workloads that the log had decided before; results: those measured now; unreached: those that the budget left out.
     gate       tuned against always or never, whichever is quicker, on the whole model, when a site changed; reverted: sites that it
-               turned back.
+               turned back; gate_failure: why it couldn't be made, or ended early, as when the last device was lost.
     """
 
     sites: tuple[Site, ...]
@@ -60,6 +58,7 @@ class Summary:
     gate: Verdict | None
     reverted: tuple[Workload, ...]
     spent_s: float
+    gate_failure: str | None = None
 
     def outcome(self, workload: Workload) -> str:
         """What this run found out about a workload, in a few words."""
@@ -88,7 +87,10 @@ class Summary:
         found["without a choice"] = distinct - found.total()
         head = f"sites: {len(self.sites)}" + (f" ({distinct} different ones, each measured once)" if distinct < len(self.sites) else "")
         became = ", ".join(f"{found[name]} {name}" for name in OUTCOMES if found[name])
-        return f"{head}: {became or 'nothing to decide'}; in {self.spent_s:.0f} s"
+        said = f"{head}: {became or 'nothing to decide'}; in {self.spent_s:.0f} s"
+        if self.gate:
+            said += f"; {self.gate.why}: {self.gate.ratio:.3f} [{self.gate.ci[0]:.3f}, {self.gate.ci[1]:.3f}]"
+        return said + (f"; the whole model could not be compared: {self.gate_failure}" if self.gate_failure else "")
 
 
 def tune(
@@ -108,8 +110,9 @@ def tune(
     progress  called with the fraction of the budget that is spent and what is being done.
     numerics  as for `build`. Where a site has relaxed candidates, what is decided with "relaxed" holds for such builds alone.
     rpc       "host:port/key" of a TVM RPC tracker: compile here, measure on all free devices that have registered there under that key
-              with the CPU of the first. Records hold for that CPU. The whole model isn't compared then.
-    Raises    UsageError for a budget that makes no sense, DeviceError when this machine can't measure, DeviceLost when no device is left.
+              with the CPU of the first; the whole model on one of them. Records hold for that CPU.
+    Raises    UsageError for a budget that makes no sense, DeviceError when this machine can't measure, DeviceLost when no device is left
+              before every site had its turn: what was measured is in the log. A device lost later is `Summary.gate_failure`.
     """
     began = time.monotonic()
     decided: dict[Workload, search.SiteResult] = {}
@@ -117,11 +120,14 @@ def tune(
         if rpc is None:
             job = _job(model, shapes, threads, budget, logs, numerics)
             device: Device = stack.enter_context(LocalDevice(*job.measuring))
+            compare: Compare = in_this_process
         else:
             server = stack.enter_context(ForkServer())
             places = stack.enter_context(connected(rpc, server))
-            job = _job(model, shapes, threads, budget, logs, numerics, places[0].identity)
-            device = stack.enter_context(Device(*job.measuring, Pool(places), server))
+            job, pool = _job(model, shapes, threads, budget, logs, numerics, places[0].identity), Pool[Place](places)
+            device = stack.enter_context(Device(*job.measuring, pool, server))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tvmfuse-"))
+            compare = OnDevice(pool, job.plan, Path(folder))
         plan, prepared = job.plan, job.prepared
         job.log.check_writable(job.host)
 
@@ -134,16 +140,17 @@ def tune(
             return result
 
         results, left = search.spend(job.demands, job.sites_s - (time.monotonic() - began), tune_one)
-    gate, reverted = (None, []) if rpc else _gate(prepared, plan, job.log, results, progress, began + job.budget_s)
+        gated = gate(prepared, plan, job.log, results, compare, progress, began + job.budget_s)
     now = plan_for(None, threads, "measured", logs, numerics, job.identity).chooser
     return Summary(
         sites=tuple(described(site, now) for site in prepared.sites),
         matched=job.matched,
         results=tuple(results),
         unreached=tuple(demand.workload for demand in left),
-        gate=gate,
-        reverted=tuple(reverted),
+        gate=gated.verdict,
+        reverted=gated.reverted,
         spent_s=time.monotonic() - began,
+        gate_failure=gated.failure,
     )
 
 
@@ -258,79 +265,3 @@ def _outcome(result: search.SiteResult) -> str:
     if not result.finished:
         return "begun"
     return "kept default" if any(v.outcome == "keeps default" for v in result.verdicts) else "undecided"
-
-
-def _gate(
-    prepared: Prepared, plan: Plan, log: Log, results: Sequence[search.SiteResult], progress: Progress, deadline: float
-) -> tuple[Verdict | None, list[Workload]]:
-    """The whole model, tuned against always (every default) and never: while tuned is slower, the site that gained least goes back.
-
-    Sites that were decided before count with what they were decided to be; only this run's go back. After `deadline`, by the monotonic
-    clock, all of them do at once.
-    """
-    numerics = plan.chooser.numerics
-    before = Chooser("measured", plan.machine, log, host(), toolchain(), numerics=numerics)
-    won = {result.workload: result.verdict for result in results if result.verdict}
-    chosen = {site.workload: before(site.workload) for site in prepared.sites if before.choice(site.workload).source == "measured"}
-    reverted: list[Workload] = []
-    said: Verdict | None = None
-    rivals: dict[Fuse, Session] = {}
-    while won:
-        progress(1.0, f"whole model, {len(won)} sites tuned")
-        if not rivals:
-            rivals = {fuse: compile_model(prepared, plan, Chooser(fuse, plan.machine, numerics=numerics)) for fuse in ("always", "never")}
-        tuned = compile_model(prepared, plan, Chooser("always", plan.machine, tried=chosen, numerics=numerics))
-        said = compare_whole(tuned, rivals, deadline - time.monotonic(), kernel.candidates(prepared.sites[0].workload, plan.machine)[0])
-        if not is_slower(said):
-            break
-        weakest_first = sorted(won, key=lambda w: won[w].ratio, reverse=True)
-        for workload in weakest_first[:1] if time.monotonic() < deadline else weakest_first:
-            why = "the whole model got slower"
-            overruled = Verdict("keeps default", won[workload].candidate, said.ratio, said.ci, said.aa_noise, said.pairs, why)
-            log.append(Record.of(workload, overruled, plan.chooser.conditions(workload), kind="model_gate"))
-            reverted.append(workload)
-            del won[workload], chosen[workload]
-    return said, reverted
-
-
-def is_slower(whole: Verdict) -> bool:
-    """By more than the margin, with confidence: neither a win nor a tie."""
-    return whole.ci[0] > 1 + max(verdict.MIN_MARGIN, verdict.MARGIN_PER_NOISE * whole.aa_noise)
-
-
-def compare_whole(tuned: Session, rivals: Mapping[Fuse, Session], seconds: float, default: Candidate) -> Verdict:
-    """The tuned model against the rival that is hardest on it: randomised rounds with an A/A control of the first, in this process.
-
-    seconds  after which no more rounds are taken than the next look needs.
-    """
-    rng = np.random.default_rng(0)
-    feeds = {i.name: draw(rng, i.shape, i.dtype) for i in tuned.get_inputs()}
-    first = next(iter(rivals.values()))
-    calls = [bound(session, feeds) for session in (tuned, first, first, *list(rivals.values())[1:])]
-    for call in calls:
-        call()
-    once_s = _seconds(calls[0], 1)
-    repeats, tries = max(1, round(2e-3 / once_s)), 2 if once_s < SLOW_MODEL_S else 1
-    order, end = random.Random(0), time.monotonic() + seconds
-    rounds: list[list[float]] = []
-    while len(rounds) < verdict.LOOKS[-1] and not (len(rounds) in verdict.LOOKS and time.monotonic() > end):
-        slots = order.sample(range(len(calls)), len(calls))
-        taken = {slot: math.log(min(_seconds(calls[slot], repeats) for _ in range(tries))) for slot in slots}
-        rounds.append([taken[slot] for slot in range(len(calls))])
-    log_s = np.array(rounds)
-    noise = abs(float(np.median(log_s[:, 2] - log_s[:, 1])))
-    found = []
-    for slot, name in zip((1, *range(3, len(calls))), rivals, strict=True):
-        ratios = sorted(log_s[:, 0] - log_s[:, slot])
-        low, high = (ratios[rank - 1] for rank in verdict.RANKS[len(ratios)])
-        outcome: Outcome = "wins" if high < 0 else "undecided"
-        interval, why = (math.exp(low), math.exp(high)), f"whole model against {name}"
-        found.append(Verdict(outcome, default, math.exp(float(np.median(ratios))), interval, noise, len(ratios), why))
-    return max(found, key=lambda said: said.ratio)
-
-
-def _seconds(call: Callable[[], object], repeats: int) -> float:
-    began = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - began) / repeats

@@ -79,6 +79,7 @@ class Summary:
     sites: tuple[Site, ...] = (SITE,)
     results: tuple[SimpleNamespace, ...] = (SimpleNamespace(too_noisy=True), SimpleNamespace(too_noisy=False))
     left: int = 0
+    gate_failure: str | None = None
 
     def __str__(self) -> str:
         return "sites: 1 tuned 1"
@@ -348,6 +349,15 @@ def test_tuning_that_could_decide_nothing_ends_with_6(invoke: Invoke, asked: dic
     monkeypatch.setitem(vars(tvmfuse), "tune", lambda *_, **__: noisy)
     done = invoke("tune", model)
     assert (done.code, "stop what else runs here" in done.err, "conv1" in done.out) == (6, True, True)
+
+
+def test_tuning_that_could_not_compare_the_whole_model_ends_with_7(
+    invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vars(tvmfuse), "tune", lambda *_, **__: Summary(gate_failure="device 0 of h:1/pi: the process died"))
+    done = invoke("tune", model)
+    assert (done.code, "conv1" in done.out) == (7, True)
+    assert "the whole model could not be compared: device 0 of h:1/pi: the process died; what was measured of its sites is kept" in done.err
 
 
 def test_interrupted_tuning_says_what_is_kept(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

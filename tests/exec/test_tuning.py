@@ -1,9 +1,8 @@
-"""Tuning end to end on a small model, what a build makes of its records, and the whole-model gate."""
+"""Tuning end to end on a small model, what a build makes of its records."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -82,6 +81,10 @@ def test_summary_counts_what_became_of_each_workload(workload: Workload) -> None
     begun = SiteResult(other, Candidate("register", 0), Candidate("register", 0), (), (), 3, 1.0, finished=False)
     summary = tuning.Summary(sites, 0, (begun,), (workload,), None, (), 20.4)
     assert str(summary) == "sites: 4 (3 different ones, each measured once): 1 begun, 1 not reached, 1 without a choice; in 20 s"
+    whole = Verdict("undecided", Candidate("register", 0), 0.97, (0.96, 0.98), 0.001, 60, "whole model against never")
+    assert str(dataclasses.replace(summary, gate=whole)).endswith("; in 20 s; whole model against never: 0.970 [0.960, 0.980]")
+    lost = dataclasses.replace(summary, gate_failure="unplugged")
+    assert str(lost).endswith("; in 20 s; the whole model could not be compared: unplugged")
     assert summary.left == 2
 
 
@@ -145,45 +148,3 @@ def test_build_does_not_take_a_record_made_under_other_conditions(
     Log([tmp_path]).append(decided(workload, tile, plan, **changes))
     chooser = Chooser("measured", plan.machine, Log([tmp_path]), host(), toolchain())
     assert chooser.choice(workload).source == "default"
-
-
-@pytest.mark.parametrize("deadline", [math.inf, 0.0])
-def test_gate_turns_back_the_weakest_site_until_the_model_is_not_slower_and_all_when_time_is_over(
-    model: onnx.ModelProto, plan: building.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline: float
-) -> None:
-    prepared = building.prepare(model)
-    log = Log([tmp_path])
-    results = []
-    for site, ratio in zip(prepared.sites, (0.8, 0.97), strict=True):
-        default, *others = kernel.candidates(site.workload, plan.machine)
-        won = Verdict("wins", others[0], ratio, (ratio - 0.01, ratio + 0.01), 0.001, 15, "for this test")
-        results.append(SiteResult(site.workload, default, others[0], (won,), (), 0, 1.0))
-    tuned: list[int] = []
-
-    def whole(session: tvmfuse.Session, rivals: dict, seconds: float, default: Candidate) -> Verdict:
-        assert list(rivals) == ["always", "never"]
-        tuned.append(sum(site.source == "measured" for site in session.sites))
-        ratio = 1.2 if tuned[-1] == 2 else 0.95
-        return Verdict("undecided", default, ratio, (ratio - 0.02, ratio + 0.02), 0.001, 60, "whole model against never")
-
-    monkeypatch.setattr(tuning, "compare_whole", whole)
-    log.append(*(Record.of(r.workload, v, plan.chooser.conditions(r.workload)) for r in results for v in r.verdicts))
-    gate, reverted = tuning._gate(prepared, plan, log, results, lambda done, doing: None, deadline)
-    assert tuned == [2, 1] if deadline else [2]
-    assert gate is not None and gate.ratio == (0.95 if deadline else 1.2)
-    assert reverted == [site.workload for site in reversed(prepared.sites)][: 1 if deadline else 2]
-    assert {r.workload for r in Log([tmp_path]).records() if r.kind == "model_gate"} == set(reverted)
-    again = Chooser("measured", plan.machine, Log([tmp_path]), host(), toolchain())
-    assert [again.choice(site.workload).candidate.placement for site in prepared.sites] == ["tile" if deadline else "register", "register"]
-
-
-def test_whole_model_is_compared_with_the_rival_that_is_hardest_on_it(
-    model: onnx.ModelProto, plan: building.Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sessions = [building.compile_model(building.prepare(model), plan, Chooser("always", plan.machine)) for _ in range(3)]
-    cost = dict(zip(map(id, sessions), (1.0, 0.9, 1.25), strict=True))
-    monkeypatch.setattr(tuning, "bound", lambda session, feeds: lambda: cost[id(session)])
-    monkeypatch.setattr(tuning, "_seconds", lambda call, repeats: call())
-    found = tuning.compare_whole(sessions[0], {"always": sessions[1], "never": sessions[2]}, 0.0, Candidate("register", 0))
-    assert found.ratio == pytest.approx(1 / 0.9) and found.why == "whole model against always" and found.aa_noise == 0
-    assert found.pairs == 15, "without time it is the fewest that a look allows"

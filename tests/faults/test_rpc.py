@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,19 @@ from onnx import TensorProto, helper
 from tvm.target.codegen import llvm_get_system_cpu
 
 import tvmfuse
+from tvmfuse import gate, tuning
+from tvmfuse.building import plan_for
+from tvmfuse.decide import search
 from tvmfuse.decide.log import Log
 from tvmfuse.errors import DeviceError, DeviceLost, UsageError
 from tvmfuse.measure import remote
+from tvmfuse.measure.device import Place
 from tvmfuse.measure.forkserver import ForkServer
 from tvmfuse.measure.host import host
 from tvmfuse.measure.pool import Pool
+from tvmfuse.measure.relay import StockBench
+from tvmfuse.measure.whole import Sample, stored
+from tvmfuse.values import Candidate, Verdict
 
 STARTED_WITHIN_S = 60
 
@@ -160,6 +168,83 @@ def test_device_is_identified_measured_and_built_for(model: onnx.ModelProto, tra
     x = np.random.default_rng(1).standard_normal((8, 32)).astype(np.float32)
     always = tvmfuse.build(model, threads=1, fuse="always").run(None, {"x": x})
     assert session.run(None, {"x": x})[0].tobytes() == always[0].tobytes()
+
+
+@pytest.fixture(scope="module")
+def sessions(model: onnx.ModelProto) -> list[tvmfuse.Session]:
+    """Side by side, for the gate."""
+    always, never = (tvmfuse.build(model, threads=1, fuse=fuse) for fuse in gate.RIVALS)
+    return gate.side_by_side(always, [always, never])
+
+
+@contextlib.contextmanager
+def comparing(rpc: str, folder: Path) -> Iterator[tuple[gate.OnDevice, Pool[Place]]]:
+    with ForkServer() as server, remote.connected(rpc, server) as places:
+        pool = Pool[Place](places)
+        yield gate.OnDevice(pool, plan_for(None, 1, "always", None, device=places[0].identity), folder), pool
+
+
+FOUND = Verdict("undecided", Candidate("register", 0), 1.0, (0.9, 1.1), 0.001, 15, "for this test")
+
+
+def every_slot(sample: Sample) -> Verdict:
+    assert all(sample(slot, 2, 2) > 0 for slot in range(4))
+    return FOUND
+
+
+def test_whole_model_is_compared_on_a_device(
+    model: onnx.ModelProto, sessions: list[tvmfuse.Session], tracker: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gated(prepared: Any, plan: Any, log: Log, results: Any, compare: gate.Compare, *_: Any) -> gate.Gate:
+        return gate.Gate(compare(sessions, every_slot))
+
+    monkeypatch.setattr(tuning, "gate", gated)
+    monkeypatch.setattr(search, "spend", lambda demands, seconds, tune_one: ([], demands))
+    with served(tracker, "gated"):
+        assert tuned(model, tracker, "gated", tmp_path).gate is FOUND
+
+
+def test_comparison_moves_to_another_device_when_its_own_dies_and_ends_with_the_last(
+    sessions: list[tvmfuse.Session], tracker: int, tmp_path: Path
+) -> None:
+    begun: list[float] = []
+
+    with served(tracker, "gates", 2) as devices, comparing(f"127.0.0.1:{tracker}/gates", tmp_path) as (compare, pool):
+
+        def survives(sample: Sample) -> Verdict:
+            begun.append(sample(0, 1, 1))
+            if len(begun) == 1:
+                kill_tree(devices[0])
+            return every_slot(sample)
+
+        # Whichever of the two it has begun on
+        assert compare(sessions, survives) is FOUND and len(begun) - 1 == len(pool.lost) <= 1
+
+        def dies(sample: Sample) -> Verdict:
+            kill_tree(devices[1])
+            return every_slot(sample)
+
+        with pytest.raises(DeviceLost, match="/gates"):
+            compare(sessions, dies)
+
+
+def test_models_run_on_a_stock_server_too(sessions: list[tvmfuse.Session], tracker: int, tmp_path: Path) -> None:
+    at = f"127.0.0.1:{tracker}"
+    with running("tvm.exec.rpc_server", *listening(free_port()), "--tracker", at, "--key", "plain"):
+        until(lambda: "plain" in (keys(tracker) or []))
+        with comparing(f"{at}/plain", tmp_path) as (compare, _):
+            assert compare(sessions, every_slot) is FOUND
+            library, weights = next(tmp_path.glob("*.so")), [stored(weight, tmp_path) for weight in sessions[0].program.weights]
+        until(lambda: free(tracker, "plain") == 1)
+        device = tvm.rpc.connect_tracker("127.0.0.1", tracker).request("plain")
+        device.upload(str(library), "model.so")
+        bench = StockBench(device)
+        manifest = sessions[0].manifest
+        inputs, outputs = ([(info.shape, info.dtype) for info in infos] for infos in (manifest.inputs, manifest.outputs))
+        views, held = [asdict(view) for view in manifest.views], [[str(path), digest] for path, digest in weights]
+        bench.load_model(0, "model.so", inputs, outputs, held, views, manifest.workspace, True)
+        x, y = (memory.array for memory in bench.slots[0].buffers[:2])
+        assert sessions[0].run(None, {"x": x})[0].tobytes() == y.tobytes() and np.ptp(y) > 0
 
 
 def test_tuning_goes_on_when_one_of_two_devices_dies(

@@ -24,6 +24,7 @@ LAYERS = (
         "callers",
         "session",
         "tuning",
+        "gate",
         "explaining",
         "compare",
         "peers",

@@ -9,7 +9,7 @@ import typer
 
 import tvmfuse
 
-from ..errors import TooNoisy, UsageError
+from ..errors import DeviceError, TooNoisy, UsageError
 from .arguments import AsJson, Logs, Model, Numerics, Rpc, Shapes, Threads, parse_shapes
 from .output import counted, say, show
 
@@ -53,6 +53,8 @@ def tune(
         say(f"the same command again goes on with what is left: {counted(summary.left, 'site')}")
     if summary.results and all(result.too_noisy for result in summary.results):
         raise TooNoisy("the A/A control was too unsteady at every site, so nothing was decided; stop what else runs here, then tune again")
+    if summary.gate_failure:
+        raise DeviceError(f"the whole model could not be compared: {summary.gate_failure}; what was measured of its sites is kept")
 
 
 def show_plan(plan: Allotment, as_json: bool) -> None:

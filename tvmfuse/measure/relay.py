@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import socket
 from typing import Any
 
@@ -79,6 +80,20 @@ class RemoteMemory:
         self.array = np.zeros(shape, dtype)
         self.bytes = self.array.reshape(-1).view(np.uint8)
         self.tensor = tvm.runtime.empty(shape, dtype, device)
+        self._device = device
+        self._parts: dict[tuple[int, int], Any] = {}
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
+        """As in `Memory`, but what is smaller lies by itself: kernels take no tensor with an offset, and TVM's server makes no other.
+
+        Views of equal offset and size share their memory, as those do that show one tensor in two shapes.
+        """
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        if size == self.bytes.nbytes:
+            return self.tensor._create_view(shape, dtype)
+        if (offset, size) not in self._parts:
+            self._parts[offset, size] = tvm.runtime.empty((size,), "uint8", self._device)
+        return self._parts[offset, size]._create_view(shape, dtype)
 
     def push(self) -> None:
         self.tensor.copyfrom(self.array)
@@ -109,18 +124,18 @@ class StockBench(Bench):
     """What a worker does, from here, by calls that TVM's own server answers."""
 
     def __init__(self, session: Any) -> None:
-        super().__init__()
-        self._session, self._device = session, session.cpu()
+        super().__init__(session.cpu())
+        self._session = session
 
     def open_library(self, library: str) -> tvm.runtime.Module:
         return self._session.load_module(library)
 
     def memory(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return RemoteMemory(shape, dtype, self._device)
+        return RemoteMemory(shape, dtype, self.device)
 
     def stopwatch(self, module: tvm.runtime.Module, index: int, condition: str, arguments: list[Any]) -> Any:
         self._push()
-        return RemoteStopwatch(module, index, arguments, self.hot, self._device)
+        return RemoteStopwatch(module, index, arguments, self.hot, self.device)
 
     def outputs(self, slot: int, special: bool, poison: int) -> list[np.ndarray]:
         self.prepare(special, poison)
@@ -131,5 +146,5 @@ class StockBench(Bench):
         return [memory.array.copy() for memory in self.slots[slot].results]
 
     def _push(self) -> None:
-        for memory in (*self.shared.values(), *self.constants.values()):
+        for memory in self.shared.values():
             memory.push()

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import tvm
 import tvm_ffi
+from tvm.runtime.vm import VirtualMachine
 
 from .clock import Stopwatch, conditioning_shapes
 
@@ -51,13 +52,40 @@ class Memory:
         self.array = self.bytes.view(dtype).reshape(shape)
         self.tensor = tvm_ffi.from_dlpack(self.array)
 
+    def view(self, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
+        """A tensor that lies in it."""
+        end = offset + math.prod(shape) * np.dtype(dtype).itemsize
+        return tvm_ffi.from_dlpack(self.bytes[offset:end].view(dtype).reshape(shape))
+
+    def push(self) -> None:
+        """What was written to `array` is where kernels read it."""
+
+    def pull(self) -> None:
+        """What kernels have written is in `array`."""
+
     def intact(self) -> bool:
         return bool((self._raw[: self._start] == GUARD).all() and (self._raw[self._end :] == GUARD).all())
 
 
+class ModelStopwatch:
+    """Samples of a whole model in a virtual machine, here or on a device.
+
+    Its arguments go with each call: a virtual machine that is told to keep them takes copies of those that come over RPC.
+    """
+
+    def __init__(self, module: tvm.runtime.Module, arguments: list[Any], device: Any) -> None:
+        self._module, self._arguments, self._device = module, arguments, device
+
+    def run(self) -> None:
+        self._module["main"](*self._arguments)
+
+    def sample(self, repeats: int, tries: int) -> float:
+        return min(self._module.time_evaluator("main", self._device, number=repeats, repeat=tries)(*self._arguments).results)
+
+
 @dataclass
 class Slot:
-    """A loaded kernel: its buffers in their order, and which of them are its results."""
+    """A loaded kernel or model: its buffers in their order, which of them are its results, and what times it."""
 
     buffers: list[Any]
     results: list[Any]
@@ -66,8 +94,9 @@ class Slot:
 
 @dataclass
 class Bench:
-    """What one process keeps between requests. Activations, results and scratch are allocated once and shared by all slots."""
+    """What one process keeps between requests. Activations, results and scratch are allocated once and shared by all kernels' slots."""
 
+    device: Any = field(default_factory=tvm.cpu)
     streamed: int = 0
     threads: int = 1
     seed: int = 0
@@ -147,8 +176,51 @@ class Bench:
             array = np.load(path)
             memory = self.memory(array.shape, array.dtype.name)
             memory.array[...] = array
+            memory.push()
             self.constants[digest] = memory
         return memory
+
+    def load_model(
+        self,
+        slot: int,
+        library: str,
+        inputs: list[Any],
+        outputs: list[Any],
+        weights: list[list[str]],
+        views: list[dict[str, Any]],
+        workspace: int,
+        same_bits: bool,
+    ) -> None:
+        """Put main(*inputs, *outputs, *views) of a compiled model into a slot, with buffers of its own, and run it; weights are shared.
+
+        inputs, outputs  (shape, dtype) of each. weights: (file of its bytes, digest). views: as `kernel.memory.View`.
+        same_bits        whether its outputs have to be those of the model that came first.
+        """
+        if library not in self.modules:
+            self.modules[library] = self.open_library(library)
+        buffers = [self.memory(tuple(shape), dtype) for shape, dtype in (*inputs, *outputs)]
+        for i, memory in enumerate(buffers[: len(inputs)]):
+            self.fill(memory, i, special=False)
+            memory.push()
+        held, space = [self.constant(*weight) for weight in weights], self.memory((max(workspace, 1),), "uint8")
+
+        def tensor(weight: int | None, offset: int, shape: list[int], dtype: str) -> Any:
+            return (space if weight is None else held[weight]).view(offset, tuple(shape), dtype)
+
+        arguments = [*(memory.tensor for memory in buffers), *(tensor(**view) for view in views)]
+        stopwatch = ModelStopwatch(VirtualMachine(self.modules[library], self.device).module, arguments, self.device)
+        stopwatch.run()
+        results = buffers[len(inputs) :]
+        for memory in results:
+            memory.pull()
+        first = self.references.setdefault("models", {False: [memory.array.copy() for memory in results]})[False]
+        if same_bits and (differing := sum(count_differing(memory.array, want) for memory, want in zip(results, first, strict=True))):
+            raise ValueError(f"wrong bits: {differing} elements of the model's outputs differ from the first model's")
+        self.slots[slot] = Slot([*buffers, *held, space], results, stopwatch)
+
+    def time_model(self, slot: int, repeats: int, tries: int) -> float:
+        """Seconds of a call of the model in a slot: the least of `tries` means over `repeats`, after one call that isn't timed."""
+        return self.slots[slot].stopwatch.sample(repeats, tries)
 
     def fill(self, memory: Any, index: int, special: bool) -> None:
         """The same activations in every process: normal, with a few special values if asked for."""

@@ -1,0 +1,64 @@
+"""Whole models side by side in a fresh process on a device, each with buffers of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..kernel.memory import View
+from .device import SEED, Place
+
+LOAD_TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
+Sample = Callable[[int, int, int], float]
+"""sample(slot, repeats, tries): seconds of a call of the model in a slot, the least of `tries` means over `repeats` calls."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A compiled model in files.
+
+    library          has main(*inputs, *outputs, *views). inputs, outputs: (shape, dtype) of each.
+    weights          (bytes as .npy, digest) of each. views, workspace: as `kernel.memory.Memory` has them.
+    """
+
+    library: Path
+    inputs: tuple[tuple[tuple[int, ...], str], ...]
+    outputs: tuple[tuple[tuple[int, ...], str], ...]
+    weights: tuple[tuple[Path, str], ...]
+    views: tuple[View, ...]
+    workspace: int
+
+
+def stored(weight: np.ndarray, folder: Path) -> tuple[Path, str]:
+    """The file of a weight's bytes, named by their digest: models share it."""
+    content = np.ascontiguousarray(weight).reshape(-1).view(np.uint8)
+    digest = hashlib.blake2b(content.data, digest_size=16).hexdigest()
+    path = folder / f"{digest}.npy"
+    if not path.exists():
+        np.save(path, content)
+    return path, digest
+
+
+@contextlib.contextmanager
+def opened(place: Place, models: Sequence[Model], threads: int, same_bits: bool) -> Iterator[Sample]:
+    """A fresh process with these models in slots 0, 1, ...; models may repeat, and share no more than their weights.
+
+    same_bits  whether their outputs have to be equal on the same input before anything is timed.
+    Raises     DeviceError when a model crashes, hangs or computes other bits, DeviceLost when the place is gone.
+    """
+    place.end_screening()
+    with contextlib.closing(place.start(threads)) as runner:
+        runner.ask("open", LOAD_TIMEOUT_S, streamed=0, threads=threads, seed=SEED)
+        for slot, model in enumerate(models):
+            weights = [(place.put(path), digest) for path, digest in model.weights]
+            runner.ask(
+                "load_model", LOAD_TIMEOUT_S, slot=slot, library=place.put(model.library), inputs=model.inputs, outputs=model.outputs,
+                weights=weights, views=[asdict(view) for view in model.views], workspace=model.workspace, same_bits=same_bits,
+            )  # fmt: skip
+        yield lambda slot, repeats, tries: runner.ask("time_model", TIMEOUT_S, slot=slot, repeats=repeats, tries=tries)
