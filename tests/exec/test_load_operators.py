@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import tvmfuse
 from tests.exec.against_onnxruntime import assert_matches
 
 Case = tuple  # operator, first and last operator set, operands (a shape: an input; an array: a constant; None: absent), attributes
@@ -130,3 +131,18 @@ def test_operators_of_an_operator_set(opset):
         outputs.append(helper.make_tensor_value_info(result, TensorProto.FLOAT, [None] * len(operands[0])))
     graph = helper.make_graph(nodes, "g", inputs, outputs, constants)
     assert_matches(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_local_response_normalisation_is_one_kernel(size):
+    """ONNX Runtime refuses windows of even size; ONNX lets them reach one channel further up than down."""
+    node = helper.make_node("LRN", ["x"], ["y"], size=size, alpha=0.5, bias=1.5)
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, (1, 7, 3, 3)) for name in "xy")
+    proto = helper.make_model(helper.make_graph([node], "g", [x], [y]), opset_imports=[helper.make_opsetid("", 13)], ir_version=10)
+    session = tvmfuse.build(proto)
+    assert session.kernel_count == 1
+    values = RNG.standard_normal((1, 7, 3, 3)).astype(np.float32)
+    padded = np.pad(values.astype(np.float64), ((0, 0), ((size - 1) // 2, size // 2), (0, 0), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, size, 1)
+    expected = values / (1.5 + 0.5 / size * (windows**2).sum(-1)) ** 0.75
+    np.testing.assert_allclose(session.run(None, {"x": values})[0], expected, rtol=1e-6)

@@ -101,6 +101,24 @@ def _gemm(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> rela
     return relax.op.add(result, c)
 
 
+def _lrn(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """The window as a sum of slices, which all becomes one kernel; TVM's takes a pool, a kernel apart, and has only windows of odd size.
+
+    y = x / (bias + alpha / size * sum over the window's channels of x**2) ** beta
+    """
+    x, size = operands[0], attrs["size"]
+    channels, *spatial = (int(extent) for extent in list(x.ty.shape)[1:])
+    before = (size - 1) // 2
+    wide = bb.emit(relax.op.nn.pad(x, [0, 0, before, size - 1 - before, *[0, 0] * len(spatial)]))
+    squares = bb.emit(relax.op.multiply(wide, wide))
+    shifted = [bb.emit(relax.op.strided_slice(squares, [1], [start], [start + channels])) for start in range(size)]
+    mean = _mean(bb, shifted, attrs)
+    dtype = x.ty.dtype.dtype
+    scaled = bb.emit(relax.op.multiply(bb.emit(mean), relax.const(attrs.get("alpha", 1e-4), dtype)))
+    scale = bb.emit(relax.op.add(scaled, relax.const(attrs.get("bias", 1.0), dtype)))
+    return relax.op.divide(x, bb.emit(relax.op.power(scale, relax.const(attrs.get("beta", 0.75), dtype))))
+
+
 def _pad(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
     """Pads are attributes up to operator set 10, then operands; axes came with 18."""
     x = operands[0]
@@ -391,6 +409,7 @@ CONVERTERS: dict[str, Converter] = {
     "Gather": _gather,
     "Gemm": _gemm,
     "IsInf": _is_inf,
+    "LRN": _lrn,
     "LayerNormalization": _layer_norm,
     "LpNormalization": _lp_normalization,
     "MatMulInteger": quantized.matmul_integer,
