@@ -162,6 +162,14 @@ def test_concatenation_branches_nowhere():
     assert count(out, tirx.IfThenElse) == 0 and "if_then_else" not in out.script()
 
 
+@pytest.mark.parametrize("shape", [(64, 320), (320, 64)])
+def test_transpose_walks_along_its_longer_axis(shape):
+    out = generic.scheduled("transpose", fused([shape], lambda x: op.permute_dims(x, [1, 0])), MACHINE)
+    extents: list[int] = []
+    tvm_ffi.structural_walk(out.body, (tirx.For, lambda loop: extents.append(int(loop.extent))), order="pre")
+    assert extents == [64 // 16, 320 // 16]
+
+
 def test_one_thread_has_no_parallel_region():
     func = fused([(1000, 1000)], op.nn.relu)
     assert loops(generic.scheduled("relu", func, Machine(AVX512, threads=1)), tirx.ForKind.PARALLEL) == 0

@@ -367,8 +367,10 @@ class Emitter:
                 target.store(self._real(store.offset, at(0, j)), turned, size)
 
         with _over([axis for axis in nest.spatial if axis is not lane and axis is not other], self.share) as values:
-            with _tiles(other.extent, size) as column, _tiles(lane.extent, size) as start:
-                tile(values, start, column)
+            # The longer axis inside: as few streams as a tile has rows, which prefetchers follow and whose pages are all known.
+            short, long = sorted((lane, other), key=lambda axis: axis.extent)
+            with _tiles(short.extent, size) as outside, _tiles(long.extent, size) as inside:
+                tile(values, *((outside, inside) if short is lane else (inside, outside)))
 
     def _interleave(self, nest: Nest, form: Form) -> None:
         """out[j * rows + i] = row[i][j]"""
