@@ -27,7 +27,7 @@ from .kernel.generic import lower_generic
 from .kernel.lower import lower_sites
 from .kernel.memory import memory_as_parameters
 from .kernel.outputs import outputs_as_parameters, own_outputs
-from .measure.host import default_threads, host, machine, parse_target, required_features, toolchain
+from .measure.host import default_threads, host, machine, parse_target, recorded_target, required_features, toolchain
 from .measure.remote import Identity, identify
 from .model.load import Loaded, load
 from .predicting import predictor
@@ -63,13 +63,21 @@ def plan_for(
     logs: str | os.PathLike[str] | None,
     numerics: Numerics = "exact",
     device: Identity | None = None,
+    host_key: str | None = None,
 ) -> Plan:
-    """The arguments of `build` that say for what and how, checked; `device` takes the place of this host.
+    """The arguments of `build` that say for what and how, checked; `device`, or a host of the log, takes the place of this host.
 
     Raises UsageError or UnsupportedError.
     """
-    if device and target is not None:
-        raise UsageError("a target and a device over RPC, which has its own, don't go together; give one of them")
+    if device and (target is not None or host_key is not None):
+        other = "a host of the log" if target is None else "a target"
+        raise UsageError(f"{other} and a device over RPC, which has its own, don't go together; give one of them")
+    log = (Log([logs]) if logs is not None else Log.shipped_and_own()) if fuse == "measured" or host_key is not None else None
+    if log and log.damage:
+        first = f"{len(log.damage)} damaged lines of the tuning log are skipped, the first at {log.damage[0]}"
+        warnings.warn(f"{first} (a writer was killed, or the file was edited); `tvmfuse log compact` drops them", stacklevel=3)
+    if log and host_key is not None:
+        device = recorded_device(log, host_key, target)
     if threads is None:
         threads = device.processors if device else default_threads()
     if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
@@ -77,11 +85,24 @@ def plan_for(
     compiled_for = parse_target(device.target if device else target)
     for_machine = machine(compiled_for, threads, device.host if device else None)
     here = device.host if device else host() if target is None else None
-    log = (Log([logs]) if logs is not None else Log.shipped_and_own()) if fuse == "measured" else None
-    if log and log.damage:
-        first = f"{len(log.damage)} damaged lines of the tuning log are skipped, the first at {log.damage[0]}"
-        warnings.warn(f"{first} (a writer was killed, or the file was edited); `tvmfuse log compact` drops them", stacklevel=3)
-    return Plan(compiled_for, for_machine, Chooser(fuse, for_machine, log, here, toolchain(), predictor, numerics=numerics))
+    known = log if fuse == "measured" else None
+    return Plan(compiled_for, for_machine, Chooser(fuse, for_machine, known, here, toolchain(), predictor, numerics=numerics))
+
+
+def recorded_device(log: Log, key: str, target: Any = None) -> Identity:
+    """A CPU that needn't be here, as the log's records know it, with the most threads that were measured there.
+
+    target  how LLVM is to know it; None derives that from the records. Raises UsageError or UnsupportedError.
+    """
+    known = {there.key: (there, max(threads)) for there, threads in log.hosts().items()}
+    if key not in known:
+        listed = ", ".join(f"{each} ({there.name})" if there.name else each for each, (there, _) in sorted(known.items())) or "none"
+        raise UsageError(f"the log has no records of a host {key!r}; hosts that it has: {listed}")
+    there, threads = known[key]
+    compiled_for = parse_target(target if target is not None or key == host().key else recorded_target(there))
+    if missing := sorted(set(required_features(compiled_for)) - set(there.features)):
+        raise UsageError(f"the target has {', '.join(missing)}, which host {key} ({there.name}) lacks; leave it out, or name that CPU")
+    return Identity(there, compiled_for, threads, complete=True)
 
 
 @dataclass(frozen=True)
@@ -122,6 +143,7 @@ def build(
     numerics: Numerics = "exact",
     dump_ir: str | os.PathLike[str] | None = None,
     rpc: str | None = None,
+    host: str | None = None,
 ) -> Session:
     """Compile a model for one CPU, or find it in the cache of compiled models. Never measures.
 
@@ -135,12 +157,15 @@ def build(
               Winograd's algorithm where it was measured, or else is predicted, to be faster; session.sites says where.
     dump_ir   folder to which the module is written after each phase.
     rpc       "host:port/key" of a TVM RPC tracker: compile for the device that has registered there, with its records.
+    host      key of a host that the log has records of, as its file is called: compile for that CPU, which needn't be here, with them.
+              A target then only says how LLVM is to know that CPU; threads None are the most that were measured there.
     Raises    UsageError, ModelError or UnsupportedError, each saying what, where and what to do; DeviceLost without such a device.
     """
-    plan = plan_for(target, threads, fuse, logs, numerics, identify(rpc) if rpc else None)
+    plan = plan_for(target, threads, fuse, logs, numerics, identify(rpc) if rpc else None, host)
     dump = _dumper(Path(dump_ir)) if dump_ir is not None else None
     log = plan.chooser.log.fingerprint() if plan.chooser.log else None
-    key = cache.key(model, shapes, plan.machine, fuse, numerics, log) if target is None and rpc is None and dump is None else None
+    cached = target is None and rpc is None and host is None and dump is None
+    key = cache.key(model, shapes, plan.machine, fuse, numerics, log) if cached else None
     if key is not None and (kept := cache.find(key)) is not None:
         return Session(kept)
     session = compile_model(prepare(model, shapes, dump), plan, plan.chooser, dump)

@@ -140,7 +140,20 @@ def model(tmp_path: Path) -> Path:
 
 def test_build_passes_its_options_on_and_writes_the_artifact(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:
     artifact = tmp_path / "out.tvmfuse"
-    options = ["--shape", "S=1", "--shape", "x=2,3", "--fuse", "never", "--threads", "2", "--target", '{"kind": "llvm"}']
+    options = [
+        "--shape",
+        "S=1",
+        "--shape",
+        "x=2,3",
+        "--fuse",
+        "never",
+        "--threads",
+        "2",
+        "--target",
+        '{"kind": "llvm"}',
+        "--host",
+        "arm-8-d08-3-0123abcd",
+    ]
     done = invoke("build", model, "-o", artifact, *options)
     assert (done.code, artifact.read_text()) == (0, "artifact")
     assert asked["build"] == {
@@ -152,6 +165,7 @@ def test_build_passes_its_options_on_and_writes_the_artifact(invoke: Invoke, ask
         "logs": None,
         "numerics": "exact",
         "rpc": None,
+        "host": "arm-8-d08-3-0123abcd",
     }
     assert "conv1" in done.out and "register 2/2" in done.out and "0.900 [0.880, 0.920]" in done.out
     assert "1 site, 3 kernels" in done.err

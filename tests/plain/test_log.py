@@ -59,6 +59,16 @@ def test_same_conditions_are_used(tmp_path: Path) -> None:
         assert match is not None and (match.kind, match.candidate) == ("use", TILE)
 
 
+def test_hosts_that_were_measured(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    assert log.hosts() == {}
+    other = dataclasses.replace(HOST, vendor="Other", name='quoted "},\\"kernel_digest":')
+    log.append(
+        *(Record.of(WORKLOAD, verdict(), dataclasses.replace(HERE, host=h, threads=n)) for h, n in ((HOST, 1), (HOST, 4), (other, 2)))
+    )
+    assert log.hosts() == Log([tmp_path]).hosts() == {HOST: {1, 4}, other: {2}}
+
+
 def test_lowest_ratio_wins_among_winners(tmp_path: Path) -> None:
     log = Log([tmp_path])
     log.append(Record.of(WORKLOAD, verdict(APART, ratio=0.8), HERE), Record.of(WORKLOAD, verdict(TILE, ratio=0.9), HERE))

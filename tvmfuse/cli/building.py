@@ -23,6 +23,9 @@ def build(
     threads: Threads = None,
     target: Annotated[str | None, typer.Option(help="TVM target as JSON, to compile for another CPU; by default this one.")] = None,
     rpc: Rpc = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Compile for a CPU that the log has records of; its file there is called KEY.jsonl.")
+    ] = None,
     logs: Logs = None,
     numerics: Numerics = "exact",
     as_json: AsJson = False,
@@ -30,7 +33,15 @@ def build(
     """Compile a model into an artifact."""
     check_output(output, model)
     session = tvmfuse.build(
-        model, shapes=parse_shapes(shape), target=parse_target(target), threads=threads, fuse=fuse, logs=logs, numerics=numerics, rpc=rpc
+        model,
+        shapes=parse_shapes(shape),
+        target=parse_target(target),
+        threads=threads,
+        fuse=fuse,
+        logs=logs,
+        numerics=numerics,
+        rpc=rpc,
+        host=host,
     )
     session.save(output)
     show(session.sites, as_json, artifact=str(output), kernels=session.kernel_count)

@@ -21,7 +21,7 @@ import tempfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -172,6 +172,14 @@ class Log:
         for workload_hash in list(self._lines):
             yield from self._of(workload_hash)
 
+    def hosts(self) -> dict[Host, set[int]]:
+        """Every host that was measured, with the numbers of threads that were. Decodes nothing else."""
+        found: dict[Host, set[int]] = defaultdict(set)
+        for host, threads in {m.groups() for lines in self._lines.values() for line in lines if (m := _HOST.search(line.text))}:
+            with suppress(ValueError, TypeError, KeyError):  # reported when its records are decoded
+                found[_host(json.loads(host))].add(int(threads))
+        return dict(found)
+
     def sites(self) -> list[list[Record]]:
         """All records, those of one workload under the same conditions together."""
         return _sites(self.records())
@@ -314,6 +322,7 @@ class _Line:
 
 
 _CRC = re.compile(rb',"crc":(\d+)')
+_HOST = re.compile(rb'"host":({.*?}),"kernel_digest":.*,"threads":(\d+),')  # quotes inside of JSON strings are escaped
 _WORKLOAD_HASH = re.compile(rb'"workload_hash":"([0-9a-f]+)"}$')
 
 
@@ -468,11 +477,14 @@ def _records_of(data: Mapping[str, Any], known: _Known) -> list[Record]:
         known.structure, known.workload = structure, workload
     conditions_data = [data[name] for name in ("host", "threads", "toolchain", "kernel_digest")]
     if known.conditions is None or known.conditions_data != conditions_data:
-        host = Host(**{**data["host"], "features": tuple(data["host"]["features"])})
-        known.conditions = Conditions(host, int(data["threads"]), dict(data["toolchain"]), str(data["kernel_digest"]))
+        known.conditions = Conditions(_host(data["host"]), int(data["threads"]), dict(data["toolchain"]), str(data["kernel_digest"]))
         known.conditions_data = conditions_data
     own = data["batch"] if data["kind"] == "batch" else [data]
     return [_record_of(record, known.workload, known.conditions) for record in own]
+
+
+def _host(data: Mapping[str, Any]) -> Host:
+    return Host(**{**data, "features": tuple(data["features"])})
 
 
 def _record_of(data: Mapping[str, Any], workload: Workload, conditions: Conditions) -> Record:

@@ -184,6 +184,24 @@ def isa_of(target: Target) -> ISA:
     raise UnsupportedError(f"target {cpu} lacks {', '.join(missing)}: fused multiply-add on vectors is required")
 
 
+def recorded_target(recorded: Host) -> Target:
+    """A target for a CPU that isn't here, from what its records say: its features, and its name where that is LLVM's.
+
+    Its system is taken for macOS if the CPU is Apple's, else for Linux. Raises UnsupportedError when the features are none of ours.
+    """
+    isa = isa_among(recorded.features)
+    if isa is None:
+        raise UnsupportedError(f"the CPU {recorded.name or recorded.key} has no instruction set of ours")
+    architecture = "aarch64" if isa == NEON else "x86_64"
+    system = "apple-darwin" if recorded.vendor == "Apple" else "unknown-linux-gnu"
+    triple = {"mtriple": f"{architecture}-{system}"} if architecture != _architecture(Target({"kind": "llvm"})) else {}
+    cpu = {"mcpu": recorded.name} if recorded.name and codegen.llvm_is_valid_cpu(recorded.name, architecture) else {}
+    implied, offered = target_features(Target({"kind": "llvm", **triple, **cpu})), set(recorded.features)
+    lacking = {f for f in implied - offered if EMITTED[architecture].fullmatch(f)}
+    attributes = [f"-{f}" for f in sorted(lacking)] + [f"+{f}" for f in sorted(offered - implied)]
+    return Target({"kind": "llvm", **triple, **cpu, **({"mattr": attributes} if attributes else {})})
+
+
 def required_features(target: Target) -> tuple[str, ...]:
     """The features, named as in `Host.features`, that a CPU needs to run what is compiled for this target."""
     emitted = EMITTED[_architecture(target)]
