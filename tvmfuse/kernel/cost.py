@@ -11,6 +11,7 @@ from tvm.relax import Call
 
 from ..graph.rewrite import array_of, op_name
 from ..values import ITEM_BYTES, Cost
+from .concat import WRITTEN_ATTR
 
 
 def launches(mod: tvm.IRModule) -> Iterator[Call]:
@@ -24,14 +25,21 @@ def costs(mod: tvm.IRModule, anchors: Mapping[str, tuple[int, int]]) -> list[tup
 
     anchors  (flop, passes over the constants) of the kernels that compute one; any other is bound by the memory that it touches.
     """
-    return [(call.args[0].name_hint, _cost(call, *anchors.get(call.args[0].name_hint, (0, 1)))) for call in launches(mod)]
+    found = []
+    for call in launches(mod):
+        name, written = call.args[0].name_hint, (mod[call.args[0]].attrs or {}).get(WRITTEN_ATTR)
+        found.append((name, _cost(call, *anchors.get(name, (0, 1)), written=None if written is None else int(written))))
+    return found
 
 
-def _cost(call: Call, flop: int, passes: int) -> Cost:
-    arguments = call.args[1].fields
+def _cost(call: Call, flop: int, passes: int, written: int | None) -> Cost:
+    arguments = list(call.args[1].fields)
     results = [call.ty] if op_name(call) == "call_tir" else []  # an in-place call's results are among its arguments
+    if written is not None:
+        arguments, results = arguments[: len(arguments) - (not results)], []
     constants = sum(_bytes(x.ty) for x in arguments if array_of(x) is not None)
     moved = sum(_bytes(x.ty) for x in arguments) + sum(_bytes(ty) for result in results for ty in getattr(result, "fields", [result]))
+    moved += written or 0
     return Cost(flop, moved - constants, constants, passes)
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax import Expr
+from tvm.relax import Expr, Var
 
 from ..graph.rewrite import Rewriter, array_of, constant, is_static, op_name, shape_of, substitute
 from ..graph.sites import FoundSite
 from ..values import Candidate, Machine, Workload
 from . import build_kernel
+from .concat import Columns, concatenations, writing
 from .emit import redeclared
 from .family import Kernel, Launch
 
@@ -50,7 +51,12 @@ class _Lowering(Rewriter):
         self._sites = {site.result: site for site in sites}
         self._choose, self._machine = choose, machine
         self._kernels: dict[tuple[Workload, Candidate], Kernel] = {}
-        self._functions: dict[tuple[Workload, int, tuple[tuple[int, ...], ...]], tvm.ir.GlobalVar] = {}
+        self._functions: dict[tuple[Workload, int, tuple[tuple[int, ...], ...], int | None], tvm.ir.GlobalVar] = {}
+        self._columns: dict[Var, Columns] = {}  # of the sites' results that are written into a concatenation
+        for parts in concatenations(mod["main"]):
+            if all(part in self._sites and self._writes_rows(self._sites[part], parts[part].width) for part in parts):
+                self._columns |= parts
+        self._written: dict[Var, Expr] = {}  # concatenation -> the tensor that holds what is written of it so far
 
     def module(self, main: relax.Function) -> tvm.IRModule:
         mod = self._builder.get()
@@ -58,6 +64,8 @@ class _Lowering(Rewriter):
         return relax.transform.DeadCodeElimination(["main"])(mod)
 
     def rewrite(self, value: Expr) -> Expr:
+        if self.var in self._written:
+            return self._written[self.var]
         site = self._sites.get(self.var)
         if site is None:
             return value
@@ -68,17 +76,36 @@ class _Lowering(Rewriter):
             shapes[kernel.results[0]] = shape_of(self.var)
         names, results = [], None
         for number, launch in enumerate(kernel.launches):
-            function = self._function(site.workload, launch, number, [shapes[i] for i in launch.args])
+            columns = self._columns.get(self.var) if launch is kernel.launches[-1] else None
+            function = self._function(site.workload, launch, number, [shapes[i] for i in launch.args], columns)
             names.append(function.name_hint)
             if launch.flop:
                 self.anchors[function.name_hint] = launch.flop, launch.passes
             inputs, outputs = launch.args[: -launch.outputs], launch.args[-launch.outputs :]
+            if columns:
+                results = self._into(columns, function, [held[i] for i in inputs], shape_of(self.var))
+                break
             out = [relax.TensorType(shapes[i], kernel.buffers[i].dtype) for i in outputs]
             results = self.emit(relax.call_tir(function, [held[i] for i in inputs], out if len(out) > 1 else out[0]))
             held |= {outputs[0]: results} if len(out) == 1 else {}
         self.names[site.name] = tuple(names)
         assert results is not None
         return results
+
+    def _writes_rows(self, site: FoundSite, width: int) -> bool:
+        """Whether the site's only result comes from its anchor's kernel, in whole rows of the result's innermost axis."""
+        kernel = self._kernel(site.workload)
+        return bool(kernel.launches[-1].flop) and len(kernel.results) == 1 and width % kernel.buffers[kernel.results[0]].shape[-1] == 0
+
+    def _into(self, columns: Columns, function: tvm.ir.GlobalVar, inputs: list[Expr], shape: tuple[int, ...]) -> Expr:
+        """Have a part of a concatenation written. What stands for the part is read by nothing but the concatenation."""
+        so_far, ty = self._written.get(columns.whole), relax.TensorType(columns.shape, columns.dtype)
+        if so_far is None:
+            call = relax.call_tir(function, inputs, ty)
+        else:
+            call = relax.op.call_tir_inplace(function, relax.Tuple([*inputs, so_far]), [len(inputs)], ty)
+        self._written[columns.whole] = self.emit(call, columns.whole.name)
+        return relax.DataflowVar(self.name, relax.TensorType(shape, columns.dtype))
 
     def _input(self, value: Expr, kernel: Kernel, position: int) -> Expr:
         """Packed where it is constant; else as it is stored, before any reshape."""
@@ -95,11 +122,14 @@ class _Lowering(Rewriter):
             self._kernels[key] = build_kernel(*key, self._machine)
         return self._kernels[key]
 
-    def _function(self, workload: Workload, launch: Launch, number: int, shapes: Sequence[tuple[int, ...]]) -> tvm.ir.GlobalVar:
+    def _function(
+        self, workload: Workload, launch: Launch, number: int, shapes: Sequence[tuple[int, ...]], columns: Columns | None = None
+    ) -> tvm.ir.GlobalVar:
         """The launch's function in the module; one for all sites of the workload that store their tensors in the same shapes."""
-        key = workload, number, tuple(shapes)
+        key = workload, number, (*shapes, columns.shape if columns else ()), columns.first if columns else None
         if key not in self._functions:
             func = redeclared(launch.func, shapes)
+            func = writing(func, columns) if columns else func
             name = f"{func.attrs['global_symbol']}_{workload.hash()}_{number}"
             self._functions[key] = self._builder.add_func(func.without_attr("global_symbol"), name)
         return self._functions[key]
