@@ -91,11 +91,13 @@ def bench(
             process = stack.enter_context(Process(entry.runtime, path, feeds, outputs, entry.threads, **entry.options))
             try:
                 loaded = process.load(entry.patience_s)
-                error = compare.difference(exact, process.outputs()) if exact is not None else None
+                found = process.outputs()
             except DeviceError as failure:
                 process.close()
                 return str(failure)
-            return process, dataclasses.replace(rows[entry], error=error, **loaded)  # type: ignore[arg-type]
+            error = compare.difference(exact, found) if exact is not None else None
+            bits = " ".join(compare.digest(found[name])[:16] for name in outputs)
+            return process, dataclasses.replace(rows[entry], error=error, bits=bits, **loaded)  # type: ignore[arg-type]
 
         timed: dict[Entry, Process] = {}
         progress("loading")

@@ -11,7 +11,6 @@ each of several attempts, on the CPU that the file was written on.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import time
@@ -122,7 +121,7 @@ def inspect(session: Session, numerics: Numerics = "exact") -> Decisions:
     return Decisions(
         {site.name: state(site) for site in session.sites},
         session.kernel_count,
-        {info.name: digest(x) for info, x in zip(session.get_outputs(), session.run(None, seeded(session)), strict=True)},
+        {info.name: compare.digest(x) for info, x in zip(session.get_outputs(), session.run(None, seeded(session)), strict=True)},
         host().name,
         session.manifest.threads,
         inputs={info.name: f"{info.dtype} {'x'.join(map(str, info.shape)) or 'scalar'}" for info in session.get_inputs()},
@@ -137,12 +136,6 @@ def state(site: Site) -> SiteState:
 def seeded(session: Session) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(SEED)
     return {info.name: compare.draw(rng, info.shape, info.dtype) for info in session.get_inputs()}
-
-
-def digest(x: np.ndarray) -> str:
-    """Of type, shape and bits; all NaN count as one, since what they carry differs between CPUs."""
-    canonical = np.where(np.isnan(x), np.array(np.nan, x.dtype), x) if x.dtype.kind == "f" else x
-    return hashlib.sha256(f"{x.dtype} {x.shape} ".encode() + np.ascontiguousarray(canonical).tobytes()).hexdigest()
 
 
 def reference_kernel() -> Callable[[], object]:

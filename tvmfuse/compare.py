@@ -7,6 +7,7 @@ Source: duet benchmarking, arXiv 2001.05811.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 import statistics
@@ -145,6 +146,12 @@ def difference(exact: Arrays, x: Arrays) -> float:
     return worst
 
 
+def digest(x: np.ndarray) -> str:
+    """Of type, shape and bits; all NaN count as one, since what they carry differs between CPUs."""
+    canonical = np.where(np.isnan(x), np.array(np.nan, x.dtype), x) if x.dtype.kind == "f" else x
+    return hashlib.sha256(f"{x.dtype} {x.shape} ".encode() + np.ascontiguousarray(canonical).tobytes()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Row:
     """One runner of one model. A runner that could not be timed has a `reason` and nothing else.
@@ -152,6 +159,7 @@ class Row:
     ratio         the first runner's time over this one's.
     error         largest |difference| to a float64 run, over the largest |output|; None where there is none.
     samples_s     one a round, to be compared with those of the same round. percentiles_s: of the single calls.
+    bits          a digest of its first outputs, with all NaN as one: equal where they are equal to the bit.
     memory_bytes  what its process grew by, from before it loaded (or built) the model to after its first outputs.
     calls_per_s   of several threads calling at a time.
     """
@@ -168,6 +176,7 @@ class Row:
     memory_bytes: float | None = None
     calls_per_s: float | None = None
     reason: str | None = None
+    bits: str | None = None
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Row:

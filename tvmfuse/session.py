@@ -223,7 +223,8 @@ def _refuse_unknown(names: Iterable[str], known: Sequence[str], kind: str) -> No
 
 def _named(arrays: Mapping[str, np.ndarray], info: TensorInfo) -> np.ndarray:
     if info.name not in arrays:
-        raise UsageError(f"input {info.name!r} of shape {info.shape} and dtype {info.dtype} is missing")
+        missing = f"input {info.name!r} of shape {info.shape} and dtype {info.dtype} is missing"
+        raise UsageError(missing, f"{missing}; --input {info.name}=FILE.npy gives it, --random 0 draws it")
     array = np.asarray(arrays[info.name])
     if tuple(array.shape) != tuple(info.shape):
         raise UsageError(f"{info.name!r} has shape {tuple(array.shape)}, expected {tuple(info.shape)}")

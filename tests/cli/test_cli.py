@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -271,8 +272,10 @@ def test_progress_says_what_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr("tvmfuse.cli.progress.Console", lambda stderr: Console(stderr=True, width=120, force_terminal=True))
     with progress("enc.onnx") as tell:
         tell(0.5, "7 of 20 sites, best gain 6.1%")
+        tell(0.6, "a long name" * 20)
     shown = capsys.readouterr().err
     assert "7 of 20 sites, best gain 6.1%" in shown and "0:00:00 left" in shown
+    assert "…" in shown and max(map(len, re.sub(r"\x1b\[[0-9;?]*\w", "", shown).splitlines())) <= 120, "nothing wraps"
 
 
 def test_names_are_no_markup(invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ SITES = (
 class Summary:
     spent_s: float
     left: int = 1
+    sites: tuple[Site, ...] = SITES
 
     def outcome(self, workload: Workload) -> str:
         return "tuned" if workload == DECIDED else "not reached"
@@ -33,7 +35,8 @@ class Summary:
 
 
 def timed(name: str, runner: str, times: float) -> compare.Row:
-    return compare.Row(name, runner, 1, 1e-4 * times, compare.Ratio(1 / times, (0.9 / times, 1.1 / times), (1, 1)), error=1e-7)
+    ratio = compare.Ratio(1 / times, (0.9 / times, 1.1 / times), (1, 1))
+    return compare.Row(name, runner, 1, 1e-4 * times, ratio, error=1e-7, bits=runner[:7])
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     def show(name: str, share: float, logs: object, progress: object) -> networks.Showing:
         seconds[name] = share
         rows = [timed(name, "tvmfuse tuned", 1.0), timed(name, "onnxruntime", 2.5)]
-        return networks.Showing(name, Summary(share if len(seconds) > 1 else 1.0), SITES, rows, same_bits=True)  # type: ignore[arg-type]
+        return networks.Showing(name, Summary(share if len(seconds) > 1 else 1.0), rows)  # type: ignore[arg-type]
 
     monkeypatch.setattr(networks, "_show", show)
     return seconds
@@ -53,7 +56,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 def test_a_minute_goes_to_all_networks_and_what_one_leaves_to_the_next(invoke: Invoke, given: dict[str, float]) -> None:
     done = invoke("demo")
     assert (done.code, given) == (0, {"enc": 20.0, "erb_dec": 29.5, "df_dec": 29.5})
-    assert "DeepFilterNet3's enc, erb_dec, df_dec: 60 s of tuning, then comparing, about 96 s in all\n" in done.err
+    assert "DeepFilterNet3's enc, erb_dec, df_dec: 60 s of tuning, then comparing, about 105 s in all\n" in done.err
     assert "0.900 [0.880, 0.920]" in done.out and "not reached: conv2" in done.out and "0.400 [0.360, 0.440]" in done.out
     assert "times as fast as ONNX Runtime: enc 2.50, erb_dec 2.50, df_dec 2.50" in done.err
     assert "the same output bits" in done.err and "goes on with what is left: 3 sites" in done.err
@@ -73,7 +76,8 @@ def test_demo_as_json(invoke: Invoke, given: dict[str, float]) -> None:
 
 
 def test_other_bits_are_not_called_the_same(invoke: Invoke, given: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = networks.Showing("enc", Summary(20.0, left=0), SITES, [], same_bits=False)  # type: ignore[arg-type]
+    never = dataclasses.replace(timed("enc", "tvmfuse never", 1.0), bits="other")
+    shown = networks.Showing("enc", Summary(20.0, left=0), [timed("enc", "tvmfuse tuned", 1.0), never])  # type: ignore[arg-type]
     monkeypatch.setattr(networks, "_show", lambda *_: shown)
     done = invoke("demo", "--seconds", "20")
     assert "enc: tuned, always and never fused differ in their output bits" in done.err

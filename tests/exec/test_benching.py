@@ -48,6 +48,7 @@ def test_rows_of_what_runs_and_reasons_of_what_does_not() -> None:
         assert row.reason is None and row.error is not None and row.error < 1e-6
         assert len(row.samples_s) >= 1 and row.median_s is not None and row.median_s > 0
         assert row.percentiles_s is not None and row.percentiles_s["min"] <= row.percentiles_s["p99"]
+    assert rows[0].bits and rows[0].bits == rows[1].bits
     assert len(rows[0].samples_s) >= compare.MIN_ROUNDS
     assert rows[0].calls_per_s and rows[2].calls_per_s is None
     assert rows[3].reason == "not installed"

@@ -16,7 +16,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from tvmfuse import check as checking
-from tvmfuse.check import Decisions, SiteState, Speed, check, digest, judge_speed, measure, regressions, slower
+from tvmfuse.check import Decisions, SiteState, Speed, check, judge_speed, measure, regressions, slower
+from tvmfuse.compare import digest
 from tvmfuse.errors import UsageError
 
 FUSED = SiteState(("add", "relu"), "register", 2)

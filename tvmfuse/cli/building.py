@@ -81,9 +81,5 @@ def run(
     if as_json:
         typer.echo(json.dumps(told))
         return
-    print_table(
-        [
-            {"output": name, **{key: str(value) for key, value in facts.items()}, "shape": "x".join(map(str, facts["shape"]))}
-            for name, facts in told.items()
-        ]
-    )
+    rows = [{"output": name, **facts, "shape": "x".join(map(str, facts["shape"]))} for name, facts in told.items()]
+    print_table([{key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in row.items()} for row in rows])

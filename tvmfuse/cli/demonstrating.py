@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def demo(
-    seconds: Annotated[float, typer.Option(min=15, help="Time to tune in all. To compare takes some 12 s a network more.")] = 60,
+    seconds: Annotated[float, typer.Option(min=15, help="Time to tune in all. To compare takes some 15 s a network more.")] = 60,
     logs: Logs = None,
     as_json: AsJson = False,
 ) -> None:
@@ -27,7 +27,7 @@ def demo(
     """
     from .. import demo as networks  # --help waits for none of these
     from .progress import progress
-    from .tables import print_table, stdout
+    from .tables import print_heading, print_table
 
     names = networks.reached(seconds)
     enough = "" if len(names) == len(networks.NETWORKS) else f"; all three take --seconds {networks.NETWORK_S * len(networks.NETWORKS):.0f}"
@@ -51,13 +51,13 @@ def demo(
         )
         return
     for showing in found:
-        stdout().rule(showing.name, align="left")
+        print_heading(showing.name)
         became = [(site, showing.summary.outcome(site.workload)) for site in showing.sites]
         print_table([{**cells(site), "this run": outcome} for site, outcome in became if outcome != "not reached"])
         unreached = [site.name for site, outcome in became if outcome == "not reached"]
         if unreached:
             typer.echo(f"not reached: {', '.join(unreached)}")
-    stdout().rule("one call, one thread", align="left")
+    print_heading("one call, one thread")
     print_table([time_cells(row) for showing in found for row in showing.rows])
     say(conclusion(found))
 

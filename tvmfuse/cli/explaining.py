@@ -34,7 +34,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Say what is fused where, and why or why not."""
-    from .tables import print_fields, print_table, stdout  # wait for rich
+    from .tables import print_fields, print_heading, print_table  # wait for rich
 
     if before_after and site is None:
         raise UsageError("--before-after takes one SITE")
@@ -62,7 +62,7 @@ def explain(
     print_table([option_cells(option) for option in sites[0].options])
     if excerpts:
         for title, text in zip(("before hoisting", "after hoisting"), excerpts, strict=True):
-            stdout().rule(title, align="left")
+            print_heading(title)
             typer.echo("\n".join(map(visible, text.splitlines())))
 
 

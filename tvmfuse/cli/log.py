@@ -69,6 +69,8 @@ def stats(sources: Sources = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps(rows))
     else:
+        if not rows:
+            say(f"no records in {', '.join(map(str, sources or opened().folders))}")
         print_table([{key: str(value) for key, value in row.items()} for row in rows])
 
 

@@ -10,18 +10,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+BAR = 20
+ROOM = BAR + 24  # columns of a line that the bar, both times and what parts them take
+
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[float, str], None]]:
     """A bar with the time left, on stderr, while a terminal is there; the caller reports the fraction done and what it is doing."""
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}", markup=False), BarColumn(20), TimeElapsedColumn(), TimeLeft()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(BAR), TimeElapsedColumn(), TimeLeft()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task(title, total=1.0, whole_s=None)
 
         def tell(done: float, doing: str) -> None:
             whole_s = (bars.tasks[0].elapsed or 0.0) / done if done > 0 else None
-            bars.update(task, completed=done, description=f"{title}: {doing}", whole_s=whole_s)
+            text, room = f"{title}: {doing}", max(console.width - ROOM, 1)
+            bars.update(task, completed=done, description=text if len(text) <= room else f"{text[: room - 1]}…", whole_s=whole_s)
 
         yield tell
 
