@@ -63,7 +63,8 @@ def wrong_use(error: Exception) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":
         return text
     said = one_line(text).replace("Value error, ", "").rstrip(".")  # the prefix of the library that checks choices for typer
-    return f"tvmfuse: {said}; see `{context.command_path if context else 'tvmfuse'} --help`"
+    command = context.command_path if context else " ".join(["tvmfuse", *[word for word in sys.argv[1:] if not word.startswith("-")][:1]])
+    return f"tvmfuse: {said}; see `{command} --help`"
 
 
 def _version(wanted: bool) -> None:

@@ -67,13 +67,13 @@ def cells(row: Row, callers: int) -> dict[str, str]:
     if row.ratio is None or row.percentiles_s is None:
         return {
             **found,
-            **dict.fromkeys((*("min", "p50", "p90", "p99"), "first / this", "95 % interval", f"calls/s of {callers}", "MiB", "error"), "-"),
+            **dict.fromkeys((*("min", "p50", "p90", "p99"), "ours / this", "95 % interval", f"calls/s of {callers}", "MiB", "error"), "-"),
         }
     low, high = row.ratio.interval
     return {
         **found,
         **{f"{name}": f"{s * 1e3:.4g} ms" for name, s in row.percentiles_s.items()},
-        "first / this": f"{row.ratio.median:.3f}",
+        "ours / this": f"{row.ratio.median:.3f}",
         "95 % interval": f"{low:.3f} .. {high:.3f}" if len(row.samples_s) > 1 else "timed once",
         f"calls/s of {callers}": "-" if row.calls_per_s is None else f"{row.calls_per_s:.4g}",
         "MiB": "-" if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}",
