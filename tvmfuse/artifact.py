@@ -8,6 +8,7 @@ import itertools
 import json
 import mmap
 import os
+import shutil
 import struct
 import tempfile
 import zipfile
@@ -127,6 +128,16 @@ def save(program: Program, path: str | os.PathLike[str]) -> None:
             _write(program, partial, _linked(program))
 
 
+def linker() -> str:
+    """The compiler that CXX or CC names, else the first that is installed. Raises UsageError when it isn't there."""
+    found = cc.get_cc()
+    if not found:
+        raise UsageError("no C++ compiler is there to link with: install one (Debian, Ubuntu: g++; macOS: xcode-select --install)")
+    if shutil.which(found) is None:
+        raise UsageError(f"CXX or CC names {found}, which is not there to link with: name a C++ compiler, or unset it")
+    return found
+
+
 def _linked(program: Program) -> bytes:
     with tempfile.TemporaryDirectory(prefix="tvmfuse-") as folder:
         library = Path(folder) / LIBRARY
@@ -135,20 +146,18 @@ def _linked(program: Program) -> bytes:
 
 
 def link(program: Program, library: Path) -> None:
-    """Write a program's code, which was compiled in this process, by the compiler that CXX or CC names, else by the first that is there.
+    """Write a program's code, which was compiled in this process, as `linker` makes it.
 
     A .tar gets objects, to be linked elsewhere. Raises UsageError.
     """
-    linker = cc.get_cc()
-    if linker is None and library.suffix != ".tar":
-        raise UsageError("no C++ compiler is there to link with: install one (Debian, Ubuntu: g++; macOS: xcode-select --install)")
+    by = linker() if library.suffix != ".tar" else ""
     try:
         program.executable.export_library(str(library))
     except (RuntimeError, OSError) as error:
         _, *said = str(error).strip().splitlines()  # TVM's heading, what the linker printed, the command
-        why = (error.strerror if isinstance(error, OSError) else next(iter(said), str(error))) or "no message"
+        why = next((line for line in said if line.strip()), str(error))
         advice = "set CXX to a C++ compiler for that target, such as aarch64-linux-gnu-g++"
-        raise UsageError(f"{linker} can't link a library for {program.manifest.cpu}: {why}; {advice}") from error
+        raise UsageError(f"{by} can't link a library for {program.manifest.cpu}: {why}; {advice}") from error
 
 
 def _write(program: Program, path: Path, code: bytes) -> None:

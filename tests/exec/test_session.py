@@ -168,7 +168,7 @@ def altered(source: Path, target: Path, signed: bool = True, **fields: object) -
 def test_artifact_is_checked_before_it_is_loaded(session: tvmfuse.Session, tmp_path: Path) -> None:
     saved = tmp_path / "m.tvmfuse"
     session.save(saved)
-    with pytest.raises(ModelError, match="no such file"):
+    with pytest.raises(ModelError, match="there is no file"):
         tvmfuse.load(tmp_path / "absent.tvmfuse")
     (tmp_path / "short.tvmfuse").write_bytes(saved.read_bytes()[:1000])
     with pytest.raises(ModelError, match="not a whole tvmfuse artifact"):

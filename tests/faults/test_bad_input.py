@@ -219,8 +219,8 @@ def test_an_artifact_that_cannot_be_written(invoke: Invoke, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("cxx", "said"),
     [
-        ("nowhere-g++", "nowhere-g++ can't link a library for cortex-a76 aarch64-linux-gnu: No such file or directory; set CXX to"),
-        ("false", "false can't link a library for cortex-a76 aarch64-linux-gnu: no message; set CXX to"),
+        ("nowhere-g++", "CXX or CC names nowhere-g++, which is not there to link with"),
+        ("false", "false can't link a library for cortex-a76 aarch64-linux-gnu: "),
     ],
 )
 def test_a_linker_that_does_not_link_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cxx: str, said: str) -> None:
@@ -229,6 +229,12 @@ def test_a_linker_that_does_not_link_is_named(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(UsageError) as error:
         foreign.save(tmp_path / "m.tvmfuse")
     assert said in str(error.value) and list(tmp_path.iterdir()) == []
+
+
+def test_tuning_without_a_linker_says_so_before_it_measures(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "nowhere-g++")
+    code, _, err = invoke("tune", written(tmp_path, model()), "--logs", tmp_path / "logs")
+    assert code == 2 and "names nowhere-g++, which is not there" in err and not (tmp_path / "logs").exists()
 
 
 def test_a_full_disk_leaves_nothing(session: tvmfuse.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

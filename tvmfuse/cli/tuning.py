@@ -11,7 +11,7 @@ import tvmfuse
 
 from ..errors import DeviceError, TooNoisy, UsageError
 from .arguments import AsJson, Logs, Model, Numerics, Rpc, Shapes, Threads, parse_shapes
-from .output import counted, say, show
+from .output import cells, counted, describe, say
 
 if TYPE_CHECKING:
     from ..decide.search import Allotment
@@ -29,7 +29,8 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Measure each site's placements; record the best."""
-    from .progress import progress  # waits for rich
+    from .progress import progress  # these wait for rich
+    from .tables import print_table
 
     shapes = parse_shapes(shape)
     if dry_run and rpc:
@@ -47,7 +48,11 @@ def tune(
     except KeyboardInterrupt:
         say("interrupted; what was measured is in the log, and the same command again goes on from there")
         raise typer.Exit(130) from None
-    show(summary.sites, as_json, left=summary.left)
+    became = [(site, summary.outcome(site.workload)) for site in summary.sites]
+    if as_json:
+        typer.echo(json.dumps({"left": summary.left, "sites": [{**describe(site), "this_run": outcome} for site, outcome in became]}))
+    else:
+        print_table([{**cells(site), "this run": outcome} for site, outcome in became])
     say(str(summary))
     if summary.left:
         say(f"the same command again goes on with what is left: {counted(summary.left, 'site')}")
