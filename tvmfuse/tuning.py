@@ -106,20 +106,15 @@ def tune(
 ) -> Summary:
     """Measure every site's candidates within a time budget, the ones with the most expected gain first.
 
-        budget    seconds, or a text such as "90s", "10m", "2h". What was begun when it ends is kept; the next run goes on there.
-        logs      folder of the log that is read and written; None for the user's own, beside the shipped one.
-        progress  called with the fraction of the budget that is spent and what is being done.
-        numerics  as for `build`. Where a site has relaxed candidates, what is decided with "relaxed" holds for such builds alone.
-        rpc       "host:port/key" of a TVM RPC tracker: compile here, measure on all free devices that have registered there under that key
-    <<<<<<< HEAD
-                  with the CPU of the first; the whole model on one of them. Records hold for that CPU.
-        Raises    UsageError for a budget that makes no sense, DeviceError when this machine can't measure, DeviceLost when no device is left
-                  before every site had its turn: what was measured is in the log. A device lost later is `Summary.gate_failure`.
-    =======
-                  with the CPU of the first. Records hold for that CPU. The whole model isn't compared then.
-        Raises    UsageError for a budget that makes no sense or without a C++ compiler; DeviceError when this machine can't measure;
-                  DeviceLost when no device is left.
-    >>>>>>> d06c6a3 (Tuning asks for its linker first, and its table says what became of each site)
+    budget    seconds, or a text such as "90s", "10m", "2h". What was begun when it ends is kept; the next run goes on there.
+    logs      folder of the log that is read and written; None for the user's own, beside the shipped one.
+    progress  called with the fraction of the budget that is spent and what is being done.
+    numerics  as for `build`. Where a site has relaxed candidates, what is decided with "relaxed" holds for such builds alone.
+    rpc       "host:port/key" of a TVM RPC tracker: compile here, measure on all free devices that have registered there under that key
+              with the CPU of the first; the whole model on one of them. Records hold for that CPU.
+    Raises    UsageError for a budget that makes no sense or without a C++ compiler; DeviceError when this machine can't measure;
+              DeviceLost when no device is left before every site had its turn: what was measured is in the log. A device lost later is
+              `Summary.gate_failure`.
     """
     began = time.monotonic()
     decided: dict[Workload, search.SiteResult] = {}
