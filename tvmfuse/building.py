@@ -27,7 +27,7 @@ from .kernel.generic import lower_generic
 from .kernel.lower import lower_sites
 from .kernel.memory import memory_as_parameters
 from .kernel.outputs import outputs_as_parameters, own_outputs
-from .measure.host import default_threads, host, machine, parse_target, recorded_target, required_features, toolchain
+from .measure.host import default_threads, host, is_this_cpu, machine, parse_target, recorded_target, required_features, toolchain
 from .measure.remote import Identity, identify
 from .model.load import Loaded, load
 from .predicting import predictor
@@ -84,7 +84,7 @@ def plan_for(
         raise UsageError(f"threads={threads!r} has to be a positive number")
     compiled_for = parse_target(device.target if device else target)
     for_machine = machine(compiled_for, threads, device.host if device else None)
-    here = device.host if device else host() if target is None else None
+    here = device.host if device else host() if is_this_cpu(compiled_for) else None
     known = log if fuse == "measured" else None
     return Plan(compiled_for, for_machine, Chooser(fuse, for_machine, known, here, toolchain(), predictor, numerics=numerics))
 
@@ -149,7 +149,7 @@ def build(
 
     model     path to a .onnx file, an onnx.ModelProto or a Relax IRModule.
     shapes    binds free dimensions ({"S": 1}) or whole inputs ({"x": (1, 3, 224, 224)}).
-    target    None for this CPU with its features; a dict or tvm Target to compile for another one.
+    target    None for this CPU with its features; a dict or tvm Target for what it says. Records count where its mcpu is this CPU's.
     threads   how many threads one call uses; None for all processors of this process.
     fuse      "measured" (the log's decisions, else a prediction from them, else the default), "always" or "never".
     logs      folder of tuning records; None for the shipped ones and the user's own.

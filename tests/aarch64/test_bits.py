@@ -22,11 +22,17 @@ import pytest
 
 import tvmfuse
 from bench import models
-from tvmfuse.choose import Fuse
+from tvmfuse import gate
+from tvmfuse.building import compile_model, plan_for, prepare
+from tvmfuse.choose import Chooser, Fuse
 from tvmfuse.errors import DeviceLost
+from tvmfuse.measure.device import Place
+from tvmfuse.measure.forkserver import ForkServer
 from tvmfuse.measure.host import machine
-from tvmfuse.measure.remote import identify
-from tvmfuse.values import NEON
+from tvmfuse.measure.pool import Pool
+from tvmfuse.measure.remote import connected, identify
+from tvmfuse.measure.whole import Sample
+from tvmfuse.values import NEON, Candidate, Verdict
 
 ROOT = Path(os.environ.get("TVMFUSE_AARCH64_ROOT", ""))
 START_S = 120.0  # emulated Python imports TVM in about ten seconds
@@ -152,5 +158,26 @@ def test_model_has_the_bits_of_this_machine(rpc: str, name: str, fuse: Fuse, fol
 def test_tuned_model_has_the_bits_of_this_machine(rpc: str, folder: Path, tmp_path: Path) -> None:
     model, shapes, _ = case("dfn3_df_dec_s1")
     summary = tvmfuse.tune(model, shapes, threads=1, budget="30s", logs=tmp_path, rpc=rpc)
-    assert summary.results and not any(result.failures for result in summary.results)
-    assert_same_bits(tvmfuse.build(model, shapes, threads=1, logs=tmp_path, rpc=rpc), "dfn3_df_dec_s1", folder)
+    assert summary.results and not any(result.failures for result in summary.results) and not summary.gate_failure
+    built = tvmfuse.build(model, shapes, threads=1, logs=tmp_path, rpc=rpc)
+    assert_same_bits(built, "dfn3_df_dec_s1", folder)
+    from_records = tvmfuse.build(model, shapes, threads=1, logs=tmp_path, host=identify(rpc).host.key)
+    assert from_records.sites == built.sites
+    assert_same_bits(from_records, "dfn3_df_dec_s1", folder)
+
+
+def test_whole_models_are_timed_side_by_side_there(rpc: str, tmp_path: Path) -> None:
+    """Linked there, from objects; their outputs have equal bits."""
+    model, shapes, _ = case("dfn3_df_dec_s1")
+    with ForkServer() as server, connected(rpc, server) as places:
+        plan = plan_for(None, 1, "always", None, device=places[0].identity)
+        prepared = prepare(model, shapes)
+        always, never = (compile_model(prepared, plan, Chooser(fuse, plan.machine)) for fuse in gate.RIVALS)
+        times: list[float] = []
+
+        def judge(sample: Sample) -> Verdict:
+            times.extend(sample(slot, 1, 1) for slot in range(4))
+            return Verdict("undecided", Candidate("register", 0), 1.0, (0.9, 1.1), 0.0, 15, "for this test")
+
+        gate.OnDevice(Pool[Place](places), plan, tmp_path)(gate.side_by_side(always, [always, never]), judge)
+    assert len(times) == 4 and all(seconds > 0 for seconds in times)

@@ -144,20 +144,8 @@ def model(tmp_path: Path) -> Path:
 
 def test_build_passes_its_options_on_and_writes_the_artifact(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:
     artifact = tmp_path / "out.tvmfuse"
-    options = [
-        "--shape",
-        "S=1",
-        "--shape",
-        "x=2,3",
-        "--fuse",
-        "never",
-        "--threads",
-        "2",
-        "--target",
-        '{"kind": "llvm"}',
-        "--host",
-        "arm-8-d08-3-0123abcd",
-    ]
+    options = ["--shape", "S=1", "--shape", "x=2,3", "--fuse", "never", "--threads", "2"]
+    options += ["--target", '{"kind": "llvm"}', "--host", "arm-8-d08-3-0123abcd"]
     done = invoke("build", model, "-o", artifact, *options)
     assert (done.code, artifact.read_text()) == (0, "artifact")
     assert asked["build"] == {

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
+import pytest
 import tvm
 from tvm import relax
 from tvm.relax.frontend import nn
 
 import tvmfuse
-from tvmfuse.measure.host import host_target
+from tvmfuse import graph, kernel
+from tvmfuse.decide.log import Conditions, Log, Record
+from tvmfuse.graph.sites import find_sites, recurrences
+from tvmfuse.measure.host import host, host_target, machine, toolchain
+from tvmfuse.values import Verdict
 
 
 def module() -> tvm.IRModule:
@@ -99,6 +107,62 @@ def test_a_module_as_the_pytorch_front_end_writes_it() -> None:
     first, second = relax.VirtualMachine(compiled(mod), tvm.cpu())["main"](tvm.runtime.tensor(x))
     np.testing.assert_allclose(first.numpy(), expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(second.numpy(), expected[0], rtol=1e-5, atol=1e-5)
+
+
+def kernels(executable: relax.VMExecutable, x: np.ndarray) -> list[str]:
+    """Those that a call launches."""
+    vm, launched = relax.VirtualMachine(executable, tvm.cpu()), list[str]()
+
+    def watch(_func: object, name: str, before_run: bool, *_: object) -> None:
+        if before_run and not name.startswith("vm."):
+            launched.append(name)
+
+    vm.set_instrument(watch)
+    vm["main"](tvm.runtime.tensor(x))
+    return launched
+
+
+def from_stablehlo() -> tvm.IRModule:
+    """relu((x @ w).reshape(3, 4, 5) + b) of JAX, as TVM's StableHLO front end writes it: each broadcast is an op of its own."""
+    rng = np.random.default_rng(6)
+    w, b = (relax.const(rng.standard_normal(shape, np.float32)) for shape in ((8, 20), (5,)))
+    x = relax.Var("arg0", relax.TensorType((3, 8), "float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            split = builder.emit(relax.op.reshape(builder.emit(relax.op.matmul(x, w)), (3, 4, 5)))
+            once = builder.emit(relax.op.broadcast_to(b, (1, 1, 5)))
+            biased = builder.emit(relax.op.add(split, builder.emit(relax.op.broadcast_to(once, (3, 4, 5)))))
+            zero = builder.emit(relax.op.broadcast_to(relax.const(0.0, "float32"), (3, 4, 5)))
+            y = builder.emit_output(builder.emit(relax.op.maximum(biased, zero)))
+        builder.emit_func_output(y)
+    return builder.get()
+
+
+def test_a_module_as_the_stablehlo_front_end_writes_it_is_one_kernel() -> None:
+    x = np.random.default_rng(7).standard_normal((3, 8), np.float32)
+    executable = compiled(from_stablehlo())
+    expected = run(tvm.compile(from_stablehlo(), tvm.target.Target({"kind": "llvm"})), x)
+    np.testing.assert_allclose(run(executable, x), expected, rtol=1e-5, atol=1e-6)
+    assert len(kernels(executable, x)) == 1
+
+
+@pytest.mark.parametrize("made", [module, from_stablehlo])
+def test_what_was_measured_here_decides_also_for_a_target_that_names_this_cpu(made: Callable[[], tvm.IRModule], tmp_path: Path) -> None:
+    mod, target = made(), host_target()
+    for _, phase in graph.PHASES:
+        mod = phase()(mod)
+    (site,) = find_sites(mod["main"], recurrences(mod))
+    here = machine(target, 1)
+    apart = next(c for c in kernel.candidates(site.workload, here) if c.placement == "separate")
+    won = Verdict("wins", apart, 0.9, (0.88, 0.93), 0.001, 15, "for this test")
+    conditions = Conditions(host(), 1, toolchain(), kernel.digest(site.workload, here))
+    Log([tmp_path]).append(Record.of(site.workload, won, conditions))
+    x = np.random.default_rng(8).standard_normal((3, 8), np.float32)
+    measured = tvm.compile(made(), target, relax_pipeline=tvmfuse.pipeline(target, logs=tmp_path))
+    plain = tvm.compile(made(), target, relax_pipeline=tvmfuse.pipeline(target, fuse="always"))
+    assert (len(kernels(measured, x)), len(kernels(plain, x))) == (2, 1)
+    assert run(measured, x).tobytes() == run(plain, x).tobytes()
 
 
 def test_the_pass_alone_keeps_what_the_module_computes() -> None:

@@ -155,6 +155,11 @@ def is_foreign(target: Target) -> bool:
     return _architecture(target) != _architecture(Target({"kind": "llvm"}))
 
 
+def is_this_cpu(target: Target) -> bool:
+    """Whether a target names this machine's CPU."""
+    return target.attrs.get("mcpu") == _llvm_cpu() and not is_foreign(target)
+
+
 def target_features(target: Target) -> set[str]:
     """What LLVM may use when it compiles for a target."""
     return {str(feature) for feature in codegen.llvm_get_cpu_features(target)}
@@ -213,7 +218,7 @@ def machine(target: Target, threads: int, device: Host | None = None) -> Machine
     isa = isa_of(target)
     if device:
         return Machine(isa, device.l1, device.l2, device.l3, threads)
-    if target.attrs.get("mcpu") == _llvm_cpu() and not is_foreign(target):
+    if is_this_cpu(target):
         here = host()
         return Machine(isa, here.l1, here.l2, here.l3, threads)
     return Machine(isa, threads=threads)
