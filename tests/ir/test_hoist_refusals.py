@@ -86,6 +86,20 @@ def test_refuses_when_intermediate_is_a_graph_output():
     assert_refuses(func, Refusal("lv2", "reshape (4,2)->(2,2,2)", "graph output", "`lv1` is a graph output"))
 
 
+def test_refuses_when_intermediate_is_a_graph_output_in_another_layout():
+    @R.function(private=True)
+    def func(x: R.Tensor((4, 2), "float32"), w: R.Tensor((2, 2), "float32")):
+        with R.dataflow():
+            lv = R.matmul(x, w)
+            lv1 = R.reshape(lv, (2, 2, 2))
+            lv2 = R.nn.relu(lv1)
+            lv3 = R.permute_dims(lv1, (0, 2, 1))
+            R.output(lv2, lv3)
+        return (lv2, lv3)
+
+    assert_refuses(func, Refusal("lv2", "reshape (4,2)->(2,2,2)", "graph output", "`lv1` is a graph output, by permute_dims `lv3`"))
+
+
 def test_refuses_when_the_anchors_result_is_a_graph_output():
     @R.function(private=True)
     def func(x: R.Tensor((4, 2), "float32"), w: R.Tensor((2, 2), "float32")):

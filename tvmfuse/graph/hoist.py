@@ -264,7 +264,12 @@ class _Analysis:
             return _Problem("graph output", f"`{value.name}` is a graph output", value)
         for other in self._users[value]:
             if other not in (user, *held):
-                return _Problem("second user", f"`{value.name}` is also read by {_name(other, self.values[other])}", other)
+                reader = _name(other, self.values[other])
+                if (
+                    is_output(other) and op_name(self.values[other]) in LAYOUT_OPS
+                ):  # often ours: the model has no node that could be changed
+                    return _Problem("graph output", f"`{value.name}` is a graph output, by {reader}", other)
+                return _Problem("second user", f"`{value.name}` is also read by {reader}", other)
         return None
 
     def _depends(self, value: Var, on: Var) -> bool:
