@@ -7,9 +7,11 @@ So a call allocates nothing for its results and copies nothing out.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+
 import tvm
 from tvm import relax
-from tvm.relax import Expr, Function, Var
+from tvm.relax import Expr, Function, Var, VarBinding
 
 from ..graph.rewrite import array_of, dtype_of, op_name, substitute
 
@@ -62,7 +64,10 @@ def _copied(value: Expr) -> Expr:
 
 
 def outputs_as_parameters(mod: tvm.IRModule) -> tvm.IRModule:
-    """Further parameters of main, one for each result in order, which the kernels of the results write."""
+    """Further parameters of main, one for each result in order, which the kernels of the results write.
+
+    They run as soon as what they read is there: a result permuted at the end would be read from memory that the cache has lost by then.
+    """
     main = mod["main"]
     (block,) = main.body.blocks
     results = _results(main, {})
@@ -71,7 +76,7 @@ def outputs_as_parameters(mod: tvm.IRModule) -> tvm.IRModule:
     with builder.function("main", [*main.params, *targets.values()], attrs=dict(main.attrs)):
         with builder.dataflow():
             replaced: dict[Var, Expr] = {}
-            for binding in block.bindings:
+            for binding in _results_first(block.bindings, targets):
                 value = substitute(binding.value, replaced)
                 if binding.var in targets:
                     function, inputs = value.args
@@ -82,6 +87,23 @@ def outputs_as_parameters(mod: tvm.IRModule) -> tvm.IRModule:
                     replaced[binding.var] = builder.emit(value, binding.var.name)
         builder.emit_func_output(relax.Tuple([replaced[result] for result in results]))
     return _with_main(mod, builder.get()["main"])
+
+
+def _results_first(bindings: Sequence[VarBinding], results: Collection[Var]) -> Iterator[VarBinding]:
+    """The bindings, each of a result right after the last one that it reads."""
+    waiting = {binding.var: binding for binding in bindings}
+    missing = {result: set(relax.analysis.free_vars(waiting[result].value)) & waiting.keys() for result in results}
+
+    def placed(var: Var) -> Iterator[VarBinding]:
+        yield waiting.pop(var)
+        for result, reads in missing.items():
+            reads.discard(var)
+            if not reads and result in waiting:
+                yield from placed(result)
+
+    for binding in bindings:
+        if binding.var in waiting:
+            yield from placed(binding.var)
 
 
 def _results(main: Function, bound: dict[Var, Expr]) -> list[Expr]:
