@@ -22,13 +22,14 @@ import pytest
 
 import tvmfuse
 from bench import models
-from tvmfuse import gate
+from tvmfuse import gate, kernel
 from tvmfuse.building import compile_model, plan_for, prepare
 from tvmfuse.choose import Chooser, Fuse
+from tvmfuse.decide.log import Conditions, Log, Record
 from tvmfuse.errors import DeviceLost
 from tvmfuse.measure.device import Place
 from tvmfuse.measure.forkserver import ForkServer
-from tvmfuse.measure.host import machine
+from tvmfuse.measure.host import machine, toolchain
 from tvmfuse.measure.pool import Pool
 from tvmfuse.measure.remote import connected, identify
 from tvmfuse.measure.whole import Sample
@@ -159,11 +160,21 @@ def test_tuned_model_has_the_bits_of_this_machine(rpc: str, folder: Path, tmp_pa
     model, shapes, _ = case("dfn3_df_dec_s1")
     summary = tvmfuse.tune(model, shapes, threads=1, budget="30s", logs=tmp_path, rpc=rpc)
     assert summary.results and not any(result.failures for result in summary.results) and not summary.gate_failure
-    built = tvmfuse.build(model, shapes, threads=1, logs=tmp_path, rpc=rpc)
+    assert_same_bits(tvmfuse.build(model, shapes, threads=1, logs=tmp_path, rpc=rpc), "dfn3_df_dec_s1", folder)
+
+
+def test_model_built_from_records_alone_has_the_bits_of_this_machine(rpc: str, folder: Path, tmp_path: Path) -> None:
+    model, shapes, _ = case("dfn3_df_dec_s1")
+    device = identify(rpc)
+    there = machine(device.target, 1, device.host)
+    workload = next(site.workload for site in prepare(model, shapes).sites if site.workload.epilogue.steps)
+    apart = next(c for c in kernel.candidates(workload, there) if c.placement == "separate")
+    won = Verdict("wins", apart, 0.9, (0.88, 0.93), 0.001, 15, "for this test")
+    conditions = Conditions(device.host, 1, toolchain(), kernel.digest(workload, there))
+    Log([tmp_path]).append(Record.of(workload, won, conditions))
+    built = tvmfuse.build(model, shapes, logs=tmp_path, host=device.host.key)
+    assert {site.placement for site in built.sites if site.source == "measured"} == {"separate"}
     assert_same_bits(built, "dfn3_df_dec_s1", folder)
-    from_records = tvmfuse.build(model, shapes, threads=1, logs=tmp_path, host=identify(rpc).host.key)
-    assert from_records.sites == built.sites
-    assert_same_bits(from_records, "dfn3_df_dec_s1", folder)
 
 
 def test_whole_models_are_timed_side_by_side_there(rpc: str, tmp_path: Path) -> None:
