@@ -265,9 +265,8 @@ class _Analysis:
         for other in self._users[value]:
             if other not in (user, *held):
                 reader = _name(other, self.values[other])
-                if (
-                    is_output(other) and op_name(self.values[other]) in LAYOUT_OPS
-                ):  # often ours: the model has no node that could be changed
+                # A layout op there is often ours: the model has no such node that could read something else
+                if is_output(other) and op_name(self.values[other]) in LAYOUT_OPS:
                     return _Problem("graph output", f"`{value.name}` is a graph output, by {reader}", other)
                 return _Problem("second user", f"`{value.name}` is also read by {reader}", other)
         return None
