@@ -7,6 +7,8 @@ import signal
 import sys
 from types import FrameType
 
+interrupts: list[int] = []  # the signals that `interrupt` met
+
 
 def main() -> None:
     """Run the command line; exits with its code."""
@@ -18,7 +20,7 @@ def main() -> None:
     if heeds:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        command()
+        command(lambda: bool(interrupts))
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
@@ -36,6 +38,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     loading = (module.__spec__ for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("tvm", "tvm_ffi"))
     if any(getattr(spec, "_initializing", False) for spec in loading):
         end(number, frame)
+    interrupts.append(number)
     raise KeyboardInterrupt
 
 

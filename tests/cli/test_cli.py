@@ -23,7 +23,7 @@ from rich.console import Console
 import tvmfuse
 from tests.invoking import Invoke
 from tvmfuse import check as checking
-from tvmfuse import errors
+from tvmfuse import cli, errors
 from tvmfuse.artifact import LIBRARY, MANIFEST, WEIGHTS
 from tvmfuse.cli.arguments import parse_shapes
 from tvmfuse.cli.progress import progress
@@ -344,6 +344,18 @@ def test_exit_code_and_one_line(
     assert (done.code, done.out) == (code, "")
     assert "Traceback" not in done.err
     assert code == 130 or "what went wrong" in done.err
+
+
+def test_error_that_an_interrupt_became_is_an_interrupt(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TVM makes an empty RuntimeError of a KeyboardInterrupt in one of its callbacks."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setitem(vars(tvmfuse), "explain", fail)
+    monkeypatch.setattr(sys, "argv", ["tvmfuse", "explain", str(model)])
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(interrupted=lambda: True)
 
 
 def test_debug_shows_the_traceback(invoke: Invoke, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -30,8 +31,11 @@ WRONG_USE: type[Exception] = typer.BadParameter.__mro__[1]
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-def main() -> None:
-    """Entry point; exits with the code of the error, 130 when interrupted."""
+def main(interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Entry point; exits with the code of the error, 130 when interrupted.
+
+    interrupted  whether Ctrl-C was pressed: of an exception within one of its callbacks TVM makes another error.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("once", category=UserWarning)
         warnings.showwarning = lambda message, *_, **__: say(f"tvmfuse: warning: {one_line(str(message))}")
@@ -41,6 +45,8 @@ def main() -> None:
             say(wrong_use(error))
             sys.exit(2)
         except Exception as error:
+            if interrupted():
+                raise KeyboardInterrupt from error
             if "--debug" in sys.argv:
                 raise
             if isinstance(error, TvmfuseError):
