@@ -1,6 +1,15 @@
 """When a kernel is long enough for more than one thread.
 
 Threads never share a reduction, so that the answer changes the time and not the bits.
+
+What is parallel, and where it stops scaling. A model's kernels run one after the other, each cut along its outermost loop (tiles of the
+output; for all else rows) into one even run a thread, with a barrier at its end. So n threads are held back by
+    - kernels that stay on the caller: what takes less than SPLIT_PAYS_S, and recurrences, whose steps depend on each other;
+    - uneven runs: T tiles take ceil(T / n) turns, 7x7x512 in 7x64 tiles has 56 of them: all of 28 threads are used and 7/8 of 32;
+    - the barrier: microseconds, more with each thread and across sockets; 100 kernels of 50 us leave 2 of 3 ms to 16 threads;
+    - bandwidth: a kernel bound by DRAM is as fast with 4 to 8 cores as with all, one that reads weights from a private L2 scales.
+An image network is worth 8 to 16 threads by this, a recurrent one 1 or 2. A server with more cores gains more from several sessions
+of a few threads, each kept on cores of one L3, than from one session of many.
 """
 
 from __future__ import annotations
