@@ -25,6 +25,7 @@ from .decide.cost_model import AnalyticPrior, Learned, learn
 from .decide.log import Log, is_finished
 from .errors import UsageError
 from .gate import Compare, OnDevice, gate, in_this_process
+from .graph.rewrite import array_of
 from .measure.device import BuildKernel, Device, LocalDevice, Place
 from .measure.forkserver import ForkServer
 from .measure.host import host
@@ -256,8 +257,13 @@ def parse_budget(budget: str | float) -> float:
 
 
 def working_set(prepared: Prepared) -> int:
-    """Bytes that one call of the model touches: each site's inputs and outputs. What lies between sites is small beside them."""
-    return sum(site.workload.bytes_moved() for site in prepared.sites)
+    """Bytes that one call of the model touches: all weights, and the activations of the site that has most of them.
+
+    Activations take turns in one workspace, which is little more than that; what lies between sites is small beside them.
+    """
+    weights = [sum(array.nbytes for x in site.inputs if (array := array_of(x)) is not None) for site in prepared.sites]
+    activations = (site.workload.bytes_moved() - own for site, own in zip(prepared.sites, weights, strict=True))
+    return sum(weights) + max(activations, default=0)
 
 
 def _outcome(result: search.SiteResult) -> str:

@@ -110,6 +110,17 @@ def test_bits_are_the_same_for_every_thread_count() -> None:
     assert_same_bits([result for (result,) in run(RAGGED, chosen, HOST, inputs_of(RAGGED))], chosen)
 
 
+@pytest.mark.parametrize("order", ["rows", "panels"])
+def test_bits_are_the_same_when_threads_share_whole_rows_of_tiles(order: str) -> None:
+    workload = chained(Matmul(2, 75, 75 * HOST.isa.lanes() // 8 + 3, 5))
+    default = candidates(workload, HOST)[0]
+    chosen = [with_knobs(default, mr=4, nr=HOST.isa.lanes(), order=order, threads=threads) for threads in (1, 2, 3)]
+    inputs = inputs_of(workload)
+    results = [result for (result,) in run(workload, chosen, HOST, inputs)]
+    assert np.isfinite(results[0]).all()
+    assert_same_bits(results, chosen)
+
+
 @pytest.mark.parametrize("workload", [RAGGED, chained(Matmul(1, 11, 1, 37)), chained(Matmul(1, 9, 34, 7))], ids=["ragged", "dot", "narrow"])
 def test_bits_are_the_same_on_every_isa(workload: Workload) -> None:
     inputs = inputs_of(workload)

@@ -28,10 +28,9 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
     lanes = machine.isa.lanes(anchor.dtype)
     vectors_in_all = -(-anchor.co // lanes)
     split = threads_for(machine, stream_seconds(workload))
-    # From beyond the L2, small tiles win, since the next ones' loads are under way before this one is done: 107 us with 4x16 on
-    # 56x56x144, 147 with 14x16.
-    streams = workload.bytes_moved() > machine.l2
-    registers = min(machine.isa.registers, 16) if streams else machine.isa.registers
+    # From beyond half of the L2, small tiles win, since the next ones' loads are under way before this one is done: 107 us with 4x16 on
+    # 56x56x144, 147 with 14x16. Not those of a whole row, which have no other row's borders to look at.
+    streams = workload.bytes_moved() > machine.l2 // 2
     found = []
     for vectors in range(1, min(4, vectors_in_all) + 1):
         for tw in range(1, min(anchor.ow, 14) + 1):
@@ -39,8 +38,9 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
             pixels = (tw - 1) * anchor.stride[1] + (anchor.kw - 1) * anchor.dilation[1] + 1
             # LLVM keeps the inputs that a row's taps share in registers too: 7x32 spills on 3x3 (24 us on 14x14x384), 14x16 doesn't (16 us)
             shared = pixels * vectors if anchor.kw > 1 else 1
+            registers = min(machine.isa.registers, 16) if streams and tw < anchor.ow else machine.isa.registers
             if tw > 1 and held + shared + vectors > registers:
-                break
+                continue
             tiles_in_row = -(-anchor.ow // tw) * -(-vectors_in_all // vectors)
             # loads of one row of taps: each input pixel once, each weight once; 8 FMAs must be in flight to cover their latency
             step = max(held * anchor.kw, (min(pixels, tw * anchor.kw) + anchor.kw) * vectors, 4 * anchor.kw)
@@ -119,20 +119,13 @@ def _body(
             taps(kh)
         store_tile(tile, candidate.placement, epilogue, operands, out, lambda row: [n, oh, ow0 + row, channel0])
 
-    panels, column_tiles = -(-anchor.co // nr), -(-anchor.ow // tw)
-    with emit.shared_loop(anchor.n * anchor.oh, candidate["threads"]) as line, emit.loop(panels * column_tiles) as work:
-        n, oh, column_tile, panel = line // anchor.oh, line % anchor.oh, work // panels, work % panels
-        emit.with_tail(
-            panel,
-            anchor.co,
-            nr,
-            lambda width: window.over_tiles(
-                column_tile,
-                anchor.ow,
-                tw,
-                lambda first, count: crosses(anchor, first, count),
-                lambda first, count: micro(n, oh, first, count, panel * nr, width),
-            ),
+    with emit.shared_loop(anchor.n * anchor.oh, candidate["threads"]) as line:
+        n, oh = line // anchor.oh, line % anchor.oh
+        window.each_tile(
+            anchor.ow,
+            tw,
+            lambda first, count: crosses(anchor, first, count),
+            lambda first, count: emit.tiled(anchor.co, nr, lambda channel0, width: micro(n, oh, first, count, channel0, width)),
         )
 
 

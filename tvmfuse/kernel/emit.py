@@ -21,6 +21,9 @@ from . import rounding
 from .family import Buffer
 
 Index: TypeAlias = Expr | int
+Tiling: TypeAlias = tuple[int, int]  # extent, tile
+
+EVEN = 8  # turns a thread: one more or less of them is an eighth at most
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -209,6 +212,46 @@ def with_tail(tile: Index, extent: int, size: int, body: Callable[[int], None]) 
         body(rest)
     else:
         either(tile < whole, lambda: body(size), lambda: body(rest))
+
+
+def tiled(extent: int, size: int, body: Callable[[Index, int], None]) -> None:
+    """body(first, size) for whole tiles in a loop, then body(first, rest) for the last one when it is smaller.
+
+    Which size a tile has is not asked in the loop: on 12544x96x16 in 9x48 tiles that costs 54 of 417 us.
+    """
+    whole, rest = divmod(extent, size)
+    if whole:
+        with loop(whole) as tile:
+            body(tile * size, size)
+    if rest:
+        body(whole * size, rest)
+
+
+def shared_tiles(batch: int, outer: Tiling, inner: Tiling, threads: int, body: Callable[[Index, Index, int, Index, int], None]) -> None:
+    """body(batch, first of outer, size, first of inner, size) for all tiles of two axes, each an (extent, tile) pair; inner moves fastest.
+
+    Threads share whole turns of the outer axis where there are enough of them to come out even, single tiles elsewhere.
+    """
+    outer_tiles, inner_tiles = (-(-extent // size) for extent, size in (outer, inner))
+
+    def inner_loop(b: Index, first: Index, size: int) -> None:
+        tiled(*inner, lambda second, inner_size: body(b, first, size, second, inner_size))
+
+    if threads == 1:
+        with loop(batch) as b:
+            tiled(*outer, lambda first, size: inner_loop(b, first, size))
+    elif batch * outer_tiles >= EVEN * threads:
+        with shared_loop(batch * outer_tiles, threads) as work:
+            b, tile = unravel(work, (batch, outer_tiles))
+            with_tail(tile, *outer, lambda size: inner_loop(b, tile * outer[1], size))
+    else:
+        with shared_loop(batch * outer_tiles * inner_tiles, threads) as work:
+            b, tile, second = unravel(work, (batch, outer_tiles, inner_tiles))
+            with_tail(
+                tile,
+                *outer,
+                lambda size: with_tail(second, *inner, lambda other: body(b, tile * outer[1], size, second * inner[1], other)),
+            )
 
 
 def unravel(position: Index, shape: Sequence[int]) -> list[Index]:

@@ -133,7 +133,7 @@ def _body(
 ) -> None:
     mr, nr, unroll = candidate["mr"], candidate["nr"], candidate["ku"]
     a_stride, b_stride = _axis_strides(anchor.a, anchor), _axis_strides(anchor.b, anchor)
-    columns = packed_columns(anchor, nr, lanes)
+    packed = packed_columns(anchor, nr, lanes)
 
     def dot(batch: Index, row0: Index, rows: int) -> RegisterTile:
         start_of_b = batch * (b_stride["b"] if direct else anchor.k)
@@ -153,7 +153,7 @@ def _body(
             if direct:
                 start = batch * b_stride["b"] + k * b_stride["k"] + column0
             else:
-                start = batch * (anchor.k * columns) + column0 * anchor.k + k * panel_width
+                start = batch * (anchor.k * packed) + column0 * anchor.k + k * panel_width
             row_of_b = [
                 b.load(start + vector * tile.lanes, tile.lanes, tile.valid(vector) if direct else None) for vector in range(tile.vectors)
             ]
@@ -177,17 +177,12 @@ def _body(
             lambda row: [row0 + row if axis == "m" else position[axis] for axis in anchor.c],
         )
 
-    panels, row_tiles = -(-anchor.n // nr), -(-anchor.m // mr)
-    with emit.shared_loop(anchor.batch * panels * row_tiles, candidate["threads"]) as work:
-        if candidate["order"] == "rows":
-            batch, row_tile, panel = emit.unravel(work, (anchor.batch, row_tiles, panels))
-        else:
-            batch, panel, row_tile = emit.unravel(work, (anchor.batch, panels, row_tiles))
-        emit.with_tail(
-            panel,
-            anchor.n,
-            nr,
-            lambda width: emit.with_tail(row_tile, anchor.m, mr, lambda rows: micro(batch, row_tile * mr, rows, panel * nr, width)),
+    rows, columns = (anchor.m, mr), (anchor.n, nr)
+    if candidate["order"] == "rows":
+        emit.shared_tiles(anchor.batch, rows, columns, candidate["threads"], micro)
+    else:
+        emit.shared_tiles(
+            anchor.batch, columns, rows, candidate["threads"], lambda batch, n0, width, m0, count: micro(batch, m0, count, n0, width)
         )
 
 

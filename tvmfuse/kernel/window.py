@@ -46,6 +46,21 @@ def over_tiles(index: Index, extent: int, tile: int, crosses: Callable[[int, int
         emit.either(within, lambda: body(index * tile, tile), lambda: special(others))
 
 
+def each_tile(extent: int, tile: int, crosses: Callable[[int, int], bool], body: Callable[[Index, int], None]) -> None:
+    """As `over_tiles` for all tiles in order: those inside the image in a loop, which asks nothing."""
+    inside, others = border_tiles(extent, tile, crosses)
+
+    def special(remaining: list[int]) -> None:
+        for position in remaining:
+            body(position * tile, min(tile, extent - position * tile))
+
+    special([t for t in others if not inside or t < inside.start])
+    if inside:
+        with emit.loop(len(inside)) as step:
+            body((step + inside.start) * tile, tile)
+        special([t for t in others if t >= inside.stop])
+
+
 def pad(source: Flat, padding: tuple[int, int, int, int], lanes: int, threads: int) -> Flat:
     """A zero-bordered copy of an NHWC image in working memory. padding is (top, left, bottom, right)."""
     n, h, w, c = source.shape
