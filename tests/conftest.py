@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 # TVM reads both before its first parallel call. Two threads, so that independence of the thread count means something;
@@ -12,6 +14,8 @@ from pathlib import Path
 os.environ.setdefault("TVM_NUM_THREADS", "2")
 os.environ.setdefault("TVM_BIND_THREADS", "0")
 os.environ["TVMFUSE_CACHE"] = "off"
+# What a build chooses here must not depend on what was tuned on this machine.
+os.environ["TVMFUSE_LOGS"] = tempfile.mkdtemp(prefix="tvmfuse-tests-")
 
 import pytest
 from hypothesis import settings
@@ -26,6 +30,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["TVMFUSE_LOGS"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

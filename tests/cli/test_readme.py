@@ -82,6 +82,7 @@ def reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.setenv(name, str(folder / "home"))
+    monkeypatch.setenv("TVMFUSE_LOGS", str(folder / "home/logs"))
 
 
 @pytest.mark.parametrize(("language", "text"), [pytest.param(*block, id=f"{at}-{block[0]}") for at, block in enumerate(blocks())])

@@ -44,7 +44,7 @@ def model(tmp_path: Path) -> Path:
 def started(tmp_path: Path, *arguments: str | Path) -> subprocess.Popen[str]:
     """A command as a terminal starts it: in a process group of its own. Everything temporary goes to a folder of its own."""
     (tmp_path / "tmp").mkdir()
-    folders = {"TMPDIR": "tmp", "XDG_DATA_HOME": "data", "XDG_CACHE_HOME": "cache"}
+    folders = {"TMPDIR": "tmp", "XDG_DATA_HOME": "data", "XDG_CACHE_HOME": "cache", "TVMFUSE_LOGS": "logs"}
     environment = os.environ | {name: str(tmp_path / folder) for name, folder in folders.items()}
     process = subprocess.Popen(
         [*COMMAND, *map(str, arguments)],

@@ -271,3 +271,18 @@ def test_two_writers_lose_nothing(tmp_path: Path) -> None:
         writer.join()
     log = Log([tmp_path])
     assert len({r.times_s for r in log.records()}) == 40 and not log.damage
+
+
+def test_a_folder_can_take_the_place_of_the_shipped_records_and_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMFUSE_LOGS", str(tmp_path))
+    assert Log.shipped_and_own().folders == (tmp_path,)
+    monkeypatch.delenv("TVMFUSE_LOGS")
+    shipped, own = Log.shipped_and_own().folders
+    assert shipped.name == own.name == "tuning_logs" and shipped.parent.name == "tvmfuse"
+
+
+def test_shipped_records_are_whole() -> None:
+    log = Log([Path(log_module.__file__).parent.parent / "tuning_logs"])
+    decided = [record for record in log.records() if record.verdict is not None]
+    assert not log.damage
+    assert all(record.conditions.kernel_digest and record.workload.family for record in decided)

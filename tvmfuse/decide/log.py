@@ -40,6 +40,7 @@ SIGNIFICANT = 4  # digits of a compacted time: clocks and machines are not bette
 COMPACT_ERROR = 200  # characters: the rest is TVM's stack trace
 LOCK_TIMEOUT_S = 30.0
 Kind = Literal["screening", "measurement", "verdict", "model_gate", "site"]
+VARIABLE = "TVMFUSE_LOGS"
 DECIDED = ("wins", "keeps default", "undecided")  # "too noisy" and "failed" decide nothing
 
 
@@ -155,7 +156,9 @@ class Log:
 
     @staticmethod
     def shipped_and_own() -> Log:
-        """The records in the package, then the user's own data folder."""
+        """The records in the package, then the user's own data folder; TVMFUSE_LOGS names a folder that takes the place of both."""
+        if chosen := os.environ.get(VARIABLE):
+            return Log([chosen])
         return Log([Path(__file__).parent.parent / "tuning_logs", platformdirs.user_data_path("tvmfuse") / "tuning_logs"])
 
     def _open(self) -> None:
