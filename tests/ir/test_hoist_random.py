@@ -128,10 +128,10 @@ def test_hoisting_takes_no_reason_away_and_adds_none(graph):
     assert said(HoistEpilogue()(mod)) == said(mod)
 
 
-# An op may be held back by several of them at once; the one that stands nearest to the anchor whose path ends there is told.
+# An op that another reader of its value held back may be free once that reader is hoisted to its side, and what follows it held back.
 HELD_BY_ANOTHER_READER = ("second user", "graph output", "depends on the anchor")
 
 
 def said(mod):
-    """Each refused op with its rule."""
-    return [(r.op, "another reader" if r.rule in HELD_BY_ANOTHER_READER else r.rule) for r in refusals(mod)]
+    """Each op that is refused for what it is, with its rule."""
+    return [(r.op, r.rule) for r in refusals(mod) if r.rule not in HELD_BY_ANOTHER_READER]
