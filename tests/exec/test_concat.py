@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx.parser
 import onnx.reference
@@ -93,6 +95,36 @@ def test_others_are_copied(more: str) -> None:
     proto = model(("pointwise", "conv2d"), more)
     assert "concat" in operators(proto)
     assert_right(proto)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # a part whose rows are two of its kernel's
+        "(float[2,2,4] x, float[2,4] z) => (float[2,10] y) <float[4,3] v, float[4,4] w, int64[2] s = {2, 6}>"
+        "{ a = MatMul(x, v) b = Reshape(a, s) c = MatMul(z, w) d = Concat<axis=1>(b, c) y = Neg(d) }",
+        # one value twice
+        "(float[4,8] x) => (float[4,6] y) <float[8,3] w> { a = MatMul(x, w) b = Relu(a) d = Concat<axis=1>(b, b) y = Neg(d) }",
+        # parts of one column
+        "(float[4,8] x) => (float[4,2] y) <float[8,1] v, float[8,1] w>"
+        "{ a = MatMul(x, v) b = Relu(a) c = MatMul(x, w) d = Concat<axis=1>(b, c) y = Neg(d) }",
+    ],
+    ids=["merged rows", "twice", "one column"],
+)
+def test_parts_that_are_no_columns_of_their_kernels_are_copied(text: str) -> None:
+    drawn = iter(range(9))
+
+    def initial(match: re.Match[str]) -> str:
+        rows, columns, name = int(match[1]), int(match[2]), match[3]
+        values = np.random.default_rng(next(drawn)).integers(-3, 4, rows * columns)
+        return f"float[{rows},{columns}] {name} = {{{', '.join(map(str, values))}}}"
+
+    proto = onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 17]> g ' + re.sub(r"float\[(\d),(\d)\] ([vw])", initial, text))
+    assert "concat" in operators(proto)
+    random = np.random.default_rng(0)
+    feeds = {i.name: random.standard_normal([d.dim_value for d in i.type.tensor_type.shape.dim], np.float32) for i in proto.graph.input}
+    (wanted,) = onnx.reference.ReferenceEvaluator(proto).run(None, feeds)
+    np.testing.assert_allclose(built(proto).run(None, feeds)[0], wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_an_outer_axis_is_copied() -> None:

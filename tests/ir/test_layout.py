@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tvm
@@ -60,13 +62,14 @@ def test_only_the_edge_is_permuted() -> None:
     assert_rewrites(before, expected)
 
 
-def convolved(x: tuple[int, ...], w: tuple[int, ...], stride: int = 1, groups: int = 1) -> list[str]:
-    """Names of the operators, with the layout that each convolution runs in, of one with constant weights."""
+def convolved(x: tuple[int, ...], w: tuple[int, ...], stride: int = 1, groups: int = 1, dtype: str = "float32", known: bool = True):  # noqa: ANN201
+    """Names of the operators, with the layout that each convolution runs in."""
     builder = relax.BlockBuilder()
-    data = relax.Var("x", relax.TensorType(x, "float32"))
-    with builder.function("main", [data]):
+    data, weights = relax.Var("x", relax.TensorType(x, dtype)), relax.Var("w", relax.TensorType(w, dtype))
+    with builder.function("main", [data, weights]):
         with builder.dataflow():
-            y = builder.emit_output(relax.op.nn.conv2d(data, relax.const(np.ones(w, "float32")), strides=stride, groups=groups))
+            taps = relax.const(np.ones(w, dtype)) if known else weights
+            y = builder.emit_output(relax.op.nn.conv2d(data, taps, strides=stride, groups=groups))
         builder.emit_func_output(y)
     return [str(call.attrs.data_layout) if "conv2d" in op_name(call) else op_name(call) for call in calls(laid_out(builder.get()["main"]))]
 
@@ -76,17 +79,31 @@ def test_few_channels_of_planes_are_convolved_as_they_lie() -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "w", "stride"),
+    "arguments",
     [
-        ((1, 64, 9, 96), (10, 64, 3, 1), 1),
-        ((1, 64, 9, 96), (5, 64, 1, 1), 2),
-        ((1, 8, 9, 96), (7, 8, 3, 1), 1),
-        ((1, 64, 9, 6), (5, 64, 1, 1), 1),
+        pytest.param({"w": (10, 64, 3, 1)}, id="many channels"),
+        pytest.param({"stride": 2}, id="stride"),
+        pytest.param({"x": (1, 8, 9, 96), "w": (7, 8, 3, 1)}, id="large result"),
+        pytest.param({"x": (1, 64, 9, 6)}, id="narrow image"),
+        pytest.param({"w": (32, 1, 1, 1), "groups": 32, "x": (1, 32, 9, 96)}, id="depthwise"),
+        pytest.param({"dtype": "float64"}, id="float64"),
+        pytest.param({"known": False}, id="run-time weights"),
     ],
-    ids=["many channels", "stride", "large result", "narrow image"],
 )
-def test_others_run_in_nhwc(x: tuple[int, ...], w: tuple[int, ...], stride: int) -> None:
-    assert "NHWC" in convolved(x, w, stride)
+def test_others_run_in_nhwc(arguments: dict[str, Any]) -> None:
+    assert "NHWC" in convolved(**({"x": (1, 64, 9, 96), "w": (5, 64, 1, 1)} | arguments))
+
+
+def test_an_image_that_a_convolution_leaves_in_nhwc_stays_there() -> None:
+    builder = relax.BlockBuilder()
+    data = relax.Var("x", relax.TensorType((1, 8, 9, 96), "float32"))
+    with builder.function("main", [data]):
+        with builder.dataflow():
+            wide = builder.emit(relax.op.nn.conv2d(data, relax.const(np.ones((64, 8, 1, 1), "float32"))))
+            y = builder.emit_output(relax.op.nn.conv2d(wide, relax.const(np.ones((5, 64, 1, 1), "float32"))))
+        builder.emit_func_output(y)
+    layouts = [str(call.attrs.data_layout) for call in calls(laid_out(builder.get()["main"])) if "conv2d" in op_name(call)]
+    assert layouts == ["NHWC", "NHWC"]
 
 
 def test_a_transposed_convolution_has_weights_ihwo() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
@@ -171,3 +173,17 @@ def test_operand_that_differs_from_the_output_ends_the_chain_with_a_reason() -> 
             z = builder.emit_output(relax.op.add(y, constant))
         builder.emit_func_output(z)
     assert texts(builder.get()) == ["matmul 4x6x8 mk,kn->mn"]
+
+
+@pytest.mark.parametrize(("strides", "out_layout", "found"), [(1, "NCHW", 1), ((2, 1), "NCHW", 1), ((1, 2), "NCHW", 0), (1, "NHWC", 0)])
+def test_lanes_over_planes_want_no_stride_along_rows(strides: int | tuple[int, int], out_layout: str, found: int) -> None:
+    builder = relax.BlockBuilder()
+    data = relax.Var("x", relax.TensorType((1, 8, 9, 96), "float32"))
+    with builder.function("main", [data]):
+        with builder.dataflow():
+            weights = relax.const(np.ones((5, 3, 1, 8), "float32"))
+            call = relax.op.nn.conv2d(data, weights, strides=strides, kernel_layout="OHWI", out_layout=out_layout)
+            y = builder.emit_output(call)
+        builder.emit_func_output(y)
+    sites = find_sites(builder.get()["main"])
+    assert [site.workload.family for site in sites] == ["planar_conv2d"] * found

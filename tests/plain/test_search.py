@@ -293,6 +293,15 @@ def test_screening_ends_at_a_batch_that_brings_no_new_best(tmp_path: Path) -> No
     assert found.finished and not found.unreached
 
 
+def test_screening_goes_on_after_a_batch_that_failed_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "EXPLORED", 0)
+    many = [Candidate("register", 1, (("mr", mr),)) for mr in range(3 * search.BATCH)]
+    simulated = SimulatedMachine({c: 1.0 if c["mr"] <= search.BATCH else 0.5 for c in many})
+    simulated.wrong = {c: "no answer within 60 s" for c in many[1 : 1 + search.BATCH]}
+    found = tune_site(WORKLOAD, many, simulated, Log([tmp_path]), HERE, clock=simulated.clock)
+    assert found.choice["mr"] > search.BATCH
+
+
 def test_screening_goes_on_while_batches_bring_a_new_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "EXPLORED", 0)
     many = [Candidate("register", 1, (("mr", mr),)) for mr in range(100)]

@@ -239,7 +239,8 @@ class _Tuning:
             todo = [c for c in todo if c not in batch]
             quickest = min(self.screened.values(), default=math.inf)
             self.sample(batch)
-            if quickest <= min((self.screened[c] for c in batch if c in self.screened), default=math.inf):
+            sampled = [self.screened[c] for c in batch if c in self.screened]  # none where the whole batch failed
+            if sampled and quickest <= min(sampled):
                 self.passed_over = set(todo)
                 break
         for _ in range(SCREEN_ROUNDS - 1):

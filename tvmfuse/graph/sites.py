@@ -174,11 +174,13 @@ class _Finder:
         common: dict[str, Any] = dict(
             stride=stride, padding=(top, left, bottom, right), dilation=dilation, groups=int(attrs.groups), dtype=dtype_of(call)
         )
-        if attrs.data_layout == "NCHW" and attrs.kernel_layout == "OHWI":
+        if (op_name(call), attrs.data_layout, attrs.kernel_layout, attrs.out_layout) == ("nn.conv2d", "NCHW", "OHWI", "NCHW"):
+            if stride[1] != 1:
+                return None
             n, ci, h, w = shape_of(x)
             co, kh, kw, _ = shape_of(weight)
             return PlanarConv2d(n, h, w, ci, co, kh, kw, **common), [x, weight]
-        if attrs.data_layout != "NHWC":
+        if attrs.data_layout != "NHWC" or attrs.out_layout != "NHWC":
             return None
         n, h, w, ci = shape_of(x)
         if op_name(call) == "nn.conv2d" and attrs.kernel_layout == "OHWI":

@@ -51,7 +51,8 @@ def concatenations(main: Function) -> Iterator[dict[Var, Columns]]:
             shape, parts = shape_of(call), list(call.args[0].fields) if isinstance(call.args[0], relax.Tuple) else []
             if int(call.attrs.axis) % len(shape) != len(shape) - 1:
                 continue
-            if all(isinstance(part, Var) and part in flow.values and flow.readers(part) == 1 for part in parts) and parts:
+            read_here = all(isinstance(part, Var) and part in flow.values and flow.readers(part) == 1 for part in parts)
+            if parts and read_here and len(set(parts)) == len(parts):
                 widths = [shape_of(part)[-1] for part in parts]
                 firsts = [sum(widths[:position]) for position in range(len(parts))]
                 yield {
@@ -63,7 +64,8 @@ def concatenations(main: Function) -> Iterator[dict[Var, Columns]]:
 def writing(func: tirx.PrimFunc, columns: Columns) -> tirx.PrimFunc:
     """A kernel that stores its last parameter, of rows of `columns.width` elements, to its columns of the whole.
 
-    It has to address a row of its result, and its axes outside of it, by products with multiples of the width only, as `store_tile` does.
+    The width has to be the extent of its result's innermost axis and more than 1, and every outer axis to be addressed by a product with
+    its stride, as `store_tile` does: so a term of the offset is a row if it is a multiple of the width, and else a column.
     """
     old, size = func.params[-1], math.prod(columns.shape)
     new = tirx.decl_buffer(columns.shape, columns.dtype, name=old.name, data_alignment=old.ty.data_alignment)

@@ -6,7 +6,8 @@ Strategy
     3. Small images take several rows to a tile, so that 7x7 fills the registers as 56x56 does.
     4. Padding is a zero-bordered copy or inline, see window.py.
     5. A single output channel is a dot product over each tap's input channels, see dot.py.
-Rejected: im2col (writes KH * KW times the input); NCHW (its taps can't be one vector across output channels).
+Rejected: im2col (writes KH * KW times the input); NCHW (its taps can't be one vector across output
+channels; where these are few, see planar_conv2d.py).
 Source    direct convolution with register blocking over pixels and channels: Zhang, Franchetti and Low, ICML 2018.
 """
 

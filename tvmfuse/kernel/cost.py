@@ -23,7 +23,8 @@ def launches(mod: tvm.IRModule) -> Iterator[Call]:
 def costs(mod: tvm.IRModule, anchors: Mapping[str, tuple[int, int]]) -> list[tuple[str, Cost]]:
     """(kernel's name, its cost) for every launch of main.
 
-    anchors  (flop, passes over the constants) of the kernels that compute one; any other is bound by the memory that it touches.
+    anchors  (flop, passes over the constants) of the kernels that compute one; any other is bound by the memory that it touches, of a
+             concatenation the columns that it writes.
     """
     found = []
     for call in launches(mod):

@@ -28,8 +28,8 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
     lanes = machine.isa.lanes(anchor.dtype)
     vectors_in_all = -(-anchor.co // lanes)
     split = threads_for(machine, stream_seconds(workload))
-    # From beyond half of the L2, small tiles win, since the next ones' loads are under way before this one is done: 107 us with 4x16 on
-    # 56x56x144, 147 with 14x16. Not those of a whole row, which have no other row's borders to look at.
+    # What comes from beyond the L1 wants small tiles, since the next ones' loads are under way before this one is done (4x16 takes 100 us
+    # on 56x56x144, 14x16 147), unless a tile is a whole row, where every border is known (14x14x384: 17 us with 14x16, 20 with 5x16).
     streams = workload.bytes_moved() > machine.l2 // 2
     found = []
     for vectors in range(1, min(4, vectors_in_all) + 1):

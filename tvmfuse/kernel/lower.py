@@ -35,7 +35,8 @@ class Lowered:
 def lower_sites(mod: tvm.IRModule, sites: Sequence[FoundSite], choose: Choose, machine: Machine) -> Lowered:
     """main: ... matmul, reshape, add, relu ...  ->  ... call_tir(matmul_add_relu), reshape ...
 
-    Equal workloads with equal candidates share one kernel, and equal constants packed alike are held once.
+    Equal workloads with equal candidates share one kernel, and equal constants packed alike are held once. Where all parts of a
+    concatenation are results of anchors' kernels, these write it in place (concat.py).
     """
     lowering = _Lowering(mod, sites, choose, machine)
     main = lowering.run(mod["main"])
@@ -93,9 +94,10 @@ class _Lowering(Rewriter):
         return results
 
     def _writes_rows(self, site: FoundSite, width: int) -> bool:
-        """Whether the site's only result comes from its anchor's kernel, in whole rows of the result's innermost axis."""
+        """Whether the site's only result comes from its anchor's kernel, whose innermost axis are the columns of the concatenation."""
         kernel = self._kernel(site.workload)
-        return bool(kernel.launches[-1].flop) and len(kernel.results) == 1 and width % kernel.buffers[kernel.results[0]].shape[-1] == 0
+        innermost = kernel.buffers[kernel.results[0]].shape[-1]
+        return bool(kernel.launches[-1].flop) and len(kernel.results) == 1 and innermost == width > 1
 
     def _into(self, columns: Columns, function: tvm.ir.GlobalVar, inputs: list[Expr], shape: tuple[int, ...]) -> Expr:
         """Have a part of a concatenation written. What stands for the part is read by nothing but the concatenation."""

@@ -60,11 +60,13 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     """Y = conv(X, W) with the epilogue where the candidate places it.
 
     Shapes   X (N,CI,H,W), W packed flat (groups, KH, KW, CI / groups, CO / groups), operands as stored, Y (N,CO,OH,OW).
-    Raises   ScheduleRefused when the tile doesn't fit the registers or its padding mode doesn't go with the padding.
+    Raises   ScheduleRefused when the tile doesn't fit the registers, its padding mode doesn't go with the padding, or rows have a stride.
     """
     anchor = workload.anchor
     assert isinstance(anchor, PlanarConv2d)
     lanes = machine.isa.lanes(anchor.dtype)
+    if anchor.stride[1] != 1:
+        raise ScheduleRefused(f"stride {anchor.stride}: neighbouring lanes have to be neighbouring pixels")
     check_tile(candidate["mr"], candidate["nr"], machine, anchor.dtype)
     if candidate["pad"] not in _padding_modes(anchor):
         raise ScheduleRefused(f"padding {anchor.padding} doesn't go with {candidate['pad']!r}; legal: {', '.join(_padding_modes(anchor))}")

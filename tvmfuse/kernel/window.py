@@ -1,4 +1,4 @@
-"""Sliding windows over NHWC images: spatial tiles, and the zeros around the image.
+"""Sliding windows over NHWC images, or over planes as images of one channel: spatial tiles, and the zeros around the image.
 
 Padding is either a zero-bordered copy of the input, made first ("copy"), or taken into account where the window leaves the image
 ("inline"). In both, a tap outside of the image multiplies a real 0, so that the bits don't depend on the choice.
