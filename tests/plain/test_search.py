@@ -379,3 +379,17 @@ def test_budget_of_a_run_is_kept_to_within_a_tenth(tmp_path: Path, budget_s: flo
     assert len(results) + len(left) == len(demands)
     assert [r.workload for r in results] == [d.workload for d in reversed(demands)][: len(results)]
     assert not left or now >= 0.8 * budget_s, "time that is there is used"
+
+
+def test_after_a_site_that_its_share_did_not_finish_others_get_more() -> None:
+    now, shares = 0.0, []
+
+    def tune_one(demand: Demand, share: float) -> SiteResult:
+        nonlocal now
+        shares.append(share)
+        now += min(share, 30.0)
+        return SiteResult(demand.workload, DEFAULT, DEFAULT, (), (), 0, share, finished=share >= 30.0)
+
+    results, left = spend([demand(1, 1e-6) for _ in range(20)], 240.0, tune_one, lambda: now)
+    assert shares[0] == pytest.approx(search.SITE_S) and shares[1] == pytest.approx(1.5 * search.SITE_S, rel=0.1)
+    assert sum(result.finished for result in results) >= 5 and left

@@ -413,10 +413,15 @@ def allot(demands: Sequence[Demand], budget_s: float, site_s: float = SITE_S) ->
 def spend(
     demands: Sequence[Demand], budget_s: float, tune_one: Callable[[Demand, float], SiteResult], clock: Callable[[], float] = time.monotonic
 ) -> tuple[list[SiteResult], list[Demand]]:
-    """Tune what a budget reaches, the most valuable first; what a site leaves of its share goes to the others. Results, and the rest."""
-    left, results, end = list(demands), [], clock() + budget_s
-    while shares := allot(left, end - clock()).shares:
+    """Tune what a budget reaches, the most valuable first; what a site leaves of its share goes to the others. Results, and the rest.
+
+    Where a share was too little to finish a site, the others get half as much again: of a slow model fewer sites are begun, and finished.
+    """
+    left, results, end, site_s = list(demands), [], clock() + budget_s, SITE_S
+    while shares := allot(left, end - clock(), site_s).shares:
         demand, share = shares[0]
         results.append(tune_one(demand, share))
         left.remove(demand)
+        if not results[-1].finished:
+            site_s = max(site_s, 1.5 * share)
     return results, left
