@@ -64,5 +64,9 @@ class CheckFailed(TvmfuseError):
     exit_code = 8
 
 
+class WrongBits(CheckFailed):
+    """A model's output bits depend on its placements: a fault of this package, never of a device or a model."""
+
+
 class ScheduleRefused(TvmfuseError):
     """A candidate is not legal for its workload on this machine; the message says why."""

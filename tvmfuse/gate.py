@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +19,17 @@ from . import artifact
 from .artifact import Program
 from .building import Plan, Prepared, compile_model
 from .choose import Chooser, Fuse
-from .compare import bound, draw
+from .compare import draw
 from .decide import verdict
 from .decide.log import Log, Record
 from .decide.search import SiteResult
-from .errors import DeviceError, DeviceLost
+from .errors import DeviceError, DeviceLost, UsageError, WrongBits
 from .measure import whole
 from .measure.device import Place
 from .measure.host import is_foreign
 from .measure.pool import Pool
-from .measure.whole import Sample
+from .measure.whole import Sample, refuse_differing
+from .measure.worker import count_differing
 from .session import Session
 from .values import Candidate, Outcome, Verdict, Workload
 
@@ -65,6 +66,7 @@ def gate(
 
     Sites that were decided before count with what they were decided to be; only this run's go back. After `deadline`, by the monotonic
     clock, all of them do at once. What a device that fails leaves open stays as its site was decided.
+    Raises WrongBits, after all of this run's went back, when the models' outputs differ.
     """
     numerics, chooser = plan.chooser.numerics, plan.chooser
     before = Chooser("measured", plan.machine, log, chooser.host, chooser.toolchain, numerics=numerics)
@@ -81,7 +83,12 @@ def gate(
             said = compare(
                 side_by_side(tuned, rivals), functools.partial(judge, rivals=RIVALS, deadline=deadline, default=results[0].default)
             )
-        except (DeviceError, DeviceLost) as error:
+        except WrongBits:
+            for workload, winner in won.items():
+                overruled = replace(winner, outcome="keeps default", why="the whole model's output bits changed")
+                log.append(Record.of(workload, overruled, chooser.conditions(workload), kind="model_gate"))
+            raise
+        except (DeviceError, DeviceLost, UsageError) as error:  # the last: what there is to link with can't link a model
             return Gate(said, tuple(reverted), str(error))
         if not is_slower(said):
             break
@@ -131,13 +138,17 @@ def judge(sample: Sample, rivals: Sequence[str], deadline: float, default: Candi
     return max(found, key=lambda said: said.ratio)
 
 
-def in_this_process(sessions: Sequence[Session], judge: Judge) -> Verdict:
-    """A `Compare`."""
+def in_this_process(sessions: Sequence[Session], judge: Judge, same_bits: bool = True) -> Verdict:
+    """A `Compare`. Raises WrongBits where outputs that are to be equal differ."""
     rng = np.random.default_rng(0)
     feeds = {i.name: draw(rng, i.shape, i.dtype) for i in sessions[0].get_inputs()}
-    calls = [bound(session, feeds) for session in sessions]
+    outputs = [{o.name: np.empty(o.shape, o.dtype) for o in session.get_outputs()} for session in sessions]
+    calls = [session.bind(feeds, results) for session, results in zip(sessions, outputs, strict=True)]
     for call in calls:
         call()
+    if same_bits:
+        for results in outputs[1:]:
+            refuse_differing(sum(count_differing(results[name], want) for name, want in outputs[0].items()))
     return judge(lambda slot, repeats, tries: min(_seconds(calls[slot], repeats) for _ in range(tries)))
 
 
@@ -152,7 +163,8 @@ class OnDevice:
     """A `Compare`: in a fresh process on one device of a pool, or all over on another one when that is lost.
 
     folder  for what is sent there; it belongs to one gate.
-    Raises  DeviceError when a model can't run there, DeviceLost when no device is left.
+    Raises  WrongBits where outputs that are to be equal differ, DeviceError when a model can't run there, DeviceLost when no device is
+            left, UsageError when a model can't be linked.
     """
 
     def __init__(self, pool: Pool[Place], plan: Plan, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -28,7 +29,7 @@ from .gate import Compare, OnDevice, gate, in_this_process
 from .graph.rewrite import array_of
 from .measure.device import BuildKernel, Device, LocalDevice, Place
 from .measure.forkserver import ForkServer
-from .measure.host import host
+from .measure.host import host, is_foreign
 from .measure.pool import Pool
 from .measure.remote import Identity, connected
 from .predicting import measured
@@ -115,7 +116,8 @@ def tune(
               with the CPU of the first; the whole model on one of them. Records hold for that CPU.
     Raises    UsageError for a budget that makes no sense or without a C++ compiler; DeviceError when this machine can't measure;
               DeviceLost when no device is left before every site had its turn: what was measured is in the log. A device lost later is
-              `Summary.gate_failure`.
+              `Summary.gate_failure`. WrongBits when the whole model's output bits depend on its placements: this run's sites keep their
+              default.
     """
     began = time.monotonic()
     decided: dict[Workload, search.SiteResult] = {}
@@ -124,11 +126,13 @@ def tune(
             linker()  # every candidate needs it
             job = _job(model, shapes, threads, budget, logs, numerics)
             device: Device = stack.enter_context(LocalDevice(*job.measuring))
-            compare: Compare = in_this_process
+            compare: Compare = functools.partial(in_this_process, same_bits=numerics == "exact")
         else:
             server = stack.enter_context(ForkServer())
             places = stack.enter_context(connected(rpc, server))
             job, pool = _job(model, shapes, threads, budget, logs, numerics, places[0].identity), Pool[Place](places)
+            if not is_foreign(job.plan.target):
+                linker()  # as above; for another architecture the device links
             device = stack.enter_context(Device(*job.measuring, pool, server))
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tvmfuse-"))
             compare = OnDevice(pool, job.plan, Path(folder))

@@ -17,7 +17,7 @@ from tvmfuse import building, gate, kernel
 from tvmfuse.choose import Chooser, Fuse
 from tvmfuse.decide.log import Log, Record
 from tvmfuse.decide.search import SiteResult
-from tvmfuse.errors import DeviceError, DeviceLost
+from tvmfuse.errors import DeviceError, DeviceLost, UsageError, WrongBits
 from tvmfuse.measure import whole
 from tvmfuse.measure.device import Place, Runner
 from tvmfuse.measure.forkserver import ForkServer
@@ -102,7 +102,7 @@ def test_gate_turns_back_the_weakest_site_until_the_model_is_not_slower_and_all_
     assert [again.choice(site.workload).candidate.placement for site in prepared.sites] == ["tile" if deadline else "register", "register"]
 
 
-@pytest.mark.parametrize("error", [DeviceError, DeviceLost])
+@pytest.mark.parametrize("error", [DeviceError, DeviceLost, UsageError])
 def test_gate_that_loses_its_device_keeps_what_it_has_decided(
     error: type[Exception], prepared: building.Prepared, plan: building.Plan, tmp_path: Path
 ) -> None:
@@ -117,6 +117,19 @@ def test_gate_that_loses_its_device_keeps_what_it_has_decided(
     found = gate.gate(prepared, plan, log, results(prepared, plan, log), compare, lambda done, doing: None, math.inf)
     assert (found.verdict, found.reverted, found.failure) == (slower, (prepared.sites[1].workload,), "unplugged")
     assert [r.workload for r in Log([tmp_path]).records() if r.kind == "model_gate"] == [prepared.sites[1].workload]
+
+
+def test_all_sites_of_a_run_go_back_when_the_model_computes_other_bits(
+    prepared: building.Prepared, plan: building.Plan, tmp_path: Path
+) -> None:
+    def compare(*_: object) -> Verdict:
+        raise WrongBits("3 elements")
+
+    won = results(prepared, plan, Log([tmp_path]))
+    with pytest.raises(WrongBits, match="3 elements"):
+        gate.gate(prepared, plan, Log([tmp_path]), won, compare, lambda done, doing: None, math.inf)
+    again = Chooser("measured", plan.machine, Log([tmp_path]), host(), toolchain())
+    assert [again.choice(site.workload).candidate for site in prepared.sites] == [result.default for result in won]
 
 
 def test_nothing_is_compiled_or_compared_when_no_site_changed(prepared: building.Prepared, plan: building.Plan, tmp_path: Path) -> None:
@@ -182,11 +195,31 @@ def test_models_with_other_bits_are_not_timed(
 ) -> None:
     program = sessions[0].program
     other = dataclasses.replace(program, weights=tuple(np.zeros_like(weight) for weight in program.weights))
-    compare = gate.OnDevice(Pool([Place(server)]), plan, tmp_path)
-    with pytest.raises(DeviceError, match="wrong bits: .* of the model's outputs differ"):
-        compare([tvmfuse.Session(other), *sessions], every_slot)
+    differing = [tvmfuse.Session(other), *sessions]
+    for compare in (gate.OnDevice(Pool([Place(server)]), plan, tmp_path), gate.in_this_process):
+        with pytest.raises(WrongBits, match="wrong bits: 1[0-9]{3} elements of the whole model's outputs"):
+            compare(differing, lambda sample: pytest.fail("timed"))
     relaxed = dataclasses.replace(plan, chooser=Chooser("always", plan.machine, numerics="relaxed"))
-    assert gate.OnDevice(Pool([Place(server)]), relaxed, tmp_path)([tvmfuse.Session(other), *sessions], every_slot) is FOUND
+    assert gate.OnDevice(Pool([Place(server)]), relaxed, tmp_path)(differing, every_slot) is FOUND
+    assert gate.in_this_process(differing, every_slot, same_bits=False) is FOUND
+
+
+def test_device_has_longer_to_load_what_is_large(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, float] = {}
+
+    class Slow(Place):
+        def start(self, threads: int) -> Slow:
+            return self
+
+        def ask(self, do: str, timeout_s: float, **arguments: object) -> int:
+            asked[do] = timeout_s
+            return 0
+
+        def close(self) -> None: ...
+
+    weight = whole.stored(np.zeros(1_000_000, np.float32), tmp_path)
+    with whole.opened(Slow(server), [whole.Model(tmp_path, (), (), (weight,), (), 0)], 1, True):
+        assert asked["load_model"] >= whole.LOAD_TIMEOUT_S + 4 > asked["open"]
 
 
 def test_model_in_a_measuring_process_computes_what_a_session_does(

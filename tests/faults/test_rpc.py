@@ -242,7 +242,7 @@ def test_models_run_on_a_stock_server_too(sessions: list[tvmfuse.Session], track
         manifest = sessions[0].manifest
         inputs, outputs = ([(info.shape, info.dtype) for info in infos] for infos in (manifest.inputs, manifest.outputs))
         views, held = [asdict(view) for view in manifest.views], [[str(path), digest] for path, digest in weights]
-        bench.load_model(0, "model.so", inputs, outputs, held, views, manifest.workspace, True)
+        assert bench.load_model(0, "model.so", inputs, outputs, held, views, manifest.workspace) == 0
         x, y = (memory.array for memory in bench.slots[0].buffers[:2])
         assert sessions[0].run(None, {"x": x})[0].tobytes() == y.tobytes() and np.ptp(y) > 0
 
@@ -276,6 +276,15 @@ def test_no_device_left_is_an_error_and_keeps_what_was_measured(
             tuned(model, tracker, "mortal", tmp_path)
     assert raised.value.exit_code == 7
     assert measured(tmp_path) and not blamed(tmp_path)
+
+
+def test_missing_linker_is_told_before_anything_is_sent(
+    model: onnx.ModelProto, tracker: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "nowhere-g++")
+    with served(tracker, "unlinked"), pytest.raises(UsageError, match="names nowhere-g.., which is not there to link with"):
+        tuned(model, tracker, "unlinked", tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_absent_key_is_told_at_once(model: onnx.ModelProto, tracker: int, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import itertools
 import math
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ COMPILE_TIMEOUT_S = 300.0
 # Of a relaxed candidate, relative to the largest result: on normal data F(4x4) is off by some 1e-6, a wrong kernel by 1e-2 and more.
 MAX_RELATIVE_ERROR = 1e-4
 KEPT_BYTES = 1 << 28  # of packed weights, for the next process that loads them
+SLOWEST_LINK = 1e6  # bytes/s to a device: a crowded wireless one
 BuildKernel = Callable[[Workload, Candidate, Machine], Kernel]
 
 
@@ -78,6 +79,11 @@ class Place:
         if self.screener:
             self.screener.close()
         self.screener = None
+
+
+def transfer_s(paths: Iterable[Path]) -> float:
+    """Seconds that these files may take to a device."""
+    return sum(path.stat().st_size for path in paths) / SLOWEST_LINK
 
 
 def constant_inputs(workload: Workload) -> tuple[bool, ...]:
@@ -327,13 +333,15 @@ class Device:
     def _load_compiled(self, place: Place, runner: Runner, slot: int, compiled: _Compiled, key: object) -> None:
         """key  of what its constants are kept under."""
         kernel = compiled.kernel
-        constants = {}
+        constants, sent = {}, []
         for i in range(kernel.inputs):
             if self._is_constant[i]:
                 path, digest = self._constants.file((key, i), self._folder, functools.partial(self._constant, kernel, i))
                 constants[str(i)] = place.put(path), digest
+                sent.append(path)
         runner.ask(
-            "load", self._timeout_s, slot=slot, library=place.put(compiled.library), index=compiled.index, condition=compiled.condition,
+            "load", self._timeout_s + transfer_s(sent),
+            slot=slot, library=place.put(compiled.library), index=compiled.index, condition=compiled.condition,
             inputs=kernel.inputs, buffers=[(b.shape, b.dtype) for b in kernel.buffers], results=kernel.results, constants=constants,
         )  # fmt: skip
 

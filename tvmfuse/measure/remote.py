@@ -21,7 +21,7 @@ from tvm.target import Target
 
 from ..errors import DeviceError, DeviceLost, UsageError
 from ..values import Host, Machine
-from .device import Place, Runner
+from .device import Place, Runner, transfer_s
 from .forkserver import ForkServer, Worker
 from .host import target_features
 
@@ -92,7 +92,7 @@ class RemotePlace(Place):
         for gone in [known for known in self._uploaded if not known.exists()]:
             self.call("remove", TRANSFER_TIMEOUT_S, name=Path(self._uploaded.pop(gone)).name)
         if path not in self._uploaded:
-            self._uploaded[path] = self.call("upload", TRANSFER_TIMEOUT_S, path=str(path), name=path.name)
+            self._uploaded[path] = self.call("upload", TRANSFER_TIMEOUT_S + transfer_s([path]), path=str(path), name=path.name)
         return self._uploaded[path]
 
     def close(self) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..errors import WrongBits
 from ..kernel.memory import View
-from .device import SEED, Place
+from .device import SEED, Place, transfer_s
 
 LOAD_TIMEOUT_S = 120.0
 TIMEOUT_S = 300.0
@@ -50,15 +51,24 @@ def opened(place: Place, models: Sequence[Model], threads: int, same_bits: bool)
     """A fresh process with these models in slots 0, 1, ...; models may repeat, and share no more than their weights.
 
     same_bits  whether their outputs have to be equal on the same input before anything is timed.
-    Raises     DeviceError when a model crashes, hangs or computes other bits, DeviceLost when the place is gone.
+    Raises     WrongBits when they differ, DeviceError when a model crashes or hangs, DeviceLost when the place is gone.
     """
     place.end_screening()
     with contextlib.closing(place.start(threads)) as runner:
         runner.ask("open", LOAD_TIMEOUT_S, streamed=0, threads=threads, seed=SEED)
         for slot, model in enumerate(models):
             weights = [(place.put(path), digest) for path, digest in model.weights]
-            runner.ask(
-                "load_model", LOAD_TIMEOUT_S, slot=slot, library=place.put(model.library), inputs=model.inputs, outputs=model.outputs,
-                weights=weights, views=[asdict(view) for view in model.views], workspace=model.workspace, same_bits=same_bits,
+            timeout_s = LOAD_TIMEOUT_S + transfer_s(path for path, _ in model.weights)
+            differing = runner.ask(
+                "load_model", timeout_s, slot=slot, library=place.put(model.library), inputs=model.inputs, outputs=model.outputs,
+                weights=weights, views=[asdict(view) for view in model.views], workspace=model.workspace,
             )  # fmt: skip
+            if same_bits:
+                refuse_differing(differing)
         yield lambda slot, repeats, tries: runner.ask("time_model", TIMEOUT_S, slot=slot, repeats=repeats, tries=tries)
+
+
+def refuse_differing(elements: int) -> None:
+    """Raises WrongBits when any elements of two models' outputs differ."""
+    if elements:
+        raise WrongBits(f"wrong bits: {elements} elements of the whole model's outputs depend on its placements; report this")
