@@ -86,7 +86,8 @@ class Session:
         """A call on the caller's own buffers: it reads `inputs` as they are at that time and writes `outputs`; nothing is copied.
 
         Outputs that aren't given go to a buffer that nobody reads. It has a workspace of its own; to be called by one thread at a time.
-        Raises UsageError when a buffer can't be used in place: wrong name, shape or dtype, strided, byte-swapped or read-only.
+        Raises UsageError when a buffer can't be used in place: wrong name, shape or dtype, strided, byte-swapped, read-only, or an
+        output's that overlaps another one: results are written while inputs are still to be read.
         """
         _refuse_unknown(inputs, [info.name for info in self.manifest.inputs], "input")
         _refuse_unknown(outputs, self._names, "output")
@@ -96,6 +97,11 @@ class Session:
         for info, buffer in zip((*self.manifest.inputs, *self.manifest.outputs), buffers, strict=True):
             if not (buffer.flags.c_contiguous and buffer.flags.writeable and buffer.dtype.isnative):
                 raise UsageError(f"{info.name!r} can't be bound: it is strided, read-only or in foreign byte order; pass a plain copy")
+        named = [(info.name, buffer) for info, buffer in zip((*self.manifest.inputs, *self.manifest.outputs), buffers, strict=True)]
+        for i, (name, buffer) in enumerate(named[len(self._inputs) :], len(self._inputs)):
+            for other, other_buffer in named[:i]:
+                if np.may_share_memory(buffer, other_buffer):
+                    raise UsageError(f"output {name!r} can't be bound: its buffer overlaps that of {other!r}; pass one of its own")
         call = bound_function(self.program, virtual_machine(self.program), "main", buffers)
         if self._threads == 1:
             return call

@@ -8,6 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import tvmfuse
+from tvmfuse.errors import UsageError
 
 
 def run(nodes: list[onnx.NodeProto], outputs: dict[str, tuple[int, list[int]]], x: np.ndarray) -> list[np.ndarray]:
@@ -50,6 +51,13 @@ def test_fields_of_a_tuple(x: np.ndarray) -> None:
         [helper.make_node("Split", ["x"], ["y", "z"], axis=1)], {"y": (TensorProto.FLOAT, [3, 2]), "z": (TensorProto.FLOAT, [3, 2])}, x
     )
     assert (y == x[:, :2]).all() and (z == x[:, 2:]).all()
+
+
+def test_results_that_overlap_are_refused_by_bind(x: np.ndarray) -> None:
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float[3, 4] x) => (float[3, 4] y, float[3, 4] z) { y = Relu(x) z = Neg(x) }'
+    session, both = tvmfuse.build(onnx.parser.parse_model(text), threads=1), np.empty(13, np.float32)
+    with pytest.raises(UsageError, match="output 'z' can't be bound: its buffer overlaps that of 'y'"):
+        session.bind({"x": x}, {"y": both[:12].reshape(3, 4), "z": both[1:].reshape(3, 4)})
 
 
 def test_a_result_that_is_read_further_on(x: np.ndarray) -> None:

@@ -127,6 +127,14 @@ def test_unknown_names_are_refused_by_bind_too(session: tvmfuse.Session, x: np.n
         session.bind({"x": x}, {"q": x})
 
 
+def test_output_that_overlaps_an_input_is_refused_by_bind(session: tvmfuse.Session) -> None:
+    shared = np.zeros(84, np.float32)
+    x, y, overlapping = shared[:24].reshape(3, 8), shared[24:].reshape(3, 4, 5), shared[23:83].reshape(3, 4, 5)
+    with pytest.raises(UsageError, match="output 'y' can't be bound: its buffer overlaps that of 'x'"):
+        session.bind({"x": x}, {"y": overlapping})
+    session.bind({"x": x}, {"y": y})()
+
+
 def test_unknown_output_is_named(session: tvmfuse.Session, x: np.ndarray) -> None:
     with pytest.raises(UsageError, match="no output named 'q'; the model has y"):
         session.run(["q"], {"x": x})
