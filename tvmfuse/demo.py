@@ -33,7 +33,7 @@ TIMING_S = 3.0
 class Showing:
     """What came out for one network: its sites as they are built now, and its times beside the other ways and ONNX Runtime.
 
-    same_bits  whether tuned, always and never fused gave equal outputs.
+    same_bits  whether tuned, always and never fused gave equal outputs; None where fewer than two of them could be run.
     speedup    of ours over ONNX Runtime's; None where that isn't installed.
     """
 
@@ -46,8 +46,9 @@ class Showing:
         return self.summary.sites
 
     @property
-    def same_bits(self) -> bool:
-        return len({row.bits for row in self.rows if row.runner.startswith("tvmfuse")}) == 1
+    def same_bits(self) -> bool | None:
+        bits = [row.bits for row in self.rows if row.runner.startswith("tvmfuse") and row.bits is not None]
+        return len(set(bits)) == 1 if len(bits) > 1 else None
 
     @property
     def speedup(self) -> float | None:

@@ -59,7 +59,7 @@ def test_a_minute_goes_to_all_networks_and_what_one_leaves_to_the_next(invoke: I
     assert "DeepFilterNet3's enc, erb_dec, df_dec: 60 s of tuning, then comparing, about 105 s in all\n" in done.err
     assert "0.900 [0.880, 0.920]" in done.out and "not reached: conv2" in done.out and "0.400 [0.360, 0.440]" in done.out
     assert "times as fast as ONNX Runtime: enc 2.50, erb_dec 2.50, df_dec 2.50" in done.err
-    assert "the same output bits" in done.err and "goes on with what is left: 3 sites" in done.err
+    assert "the same output bits" in done.err and "goes on with what is left: 3 different sites" in done.err
 
 
 def test_less_time_goes_to_a_part_which_is_told_before(invoke: Invoke, given: dict[str, float]) -> None:
@@ -81,6 +81,19 @@ def test_other_bits_are_not_called_the_same(invoke: Invoke, given: dict[str, flo
     monkeypatch.setattr(networks, "_show", lambda *_: shown)
     done = invoke("demo", "--seconds", "20")
     assert "enc: tuned, always and never fused differ in their output bits" in done.err
+
+
+@pytest.mark.parametrize("others", [("tvmfuse always", "tvmfuse never"), ("tvmfuse never",)])
+def test_what_could_not_be_run_has_no_bits_that_differ(
+    invoke: Invoke, given: dict[str, float], monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
+) -> None:
+    failed = [compare.Row("enc", runner, 1, reason="killed") for runner in others]
+    rows = [timed("enc", runner, 1.0) for runner in ("tvmfuse tuned", "tvmfuse always") if runner not in others] + failed
+    shown = networks.Showing("enc", Summary(20.0, left=0), rows)  # type: ignore[arg-type]
+    monkeypatch.setattr(networks, "_show", lambda *_: shown)
+    done = invoke("demo", "--seconds", "20")
+    assert "report this" not in done.err and ("the same output bits" in done.err) == (len(others) == 1)
+    assert json.loads(invoke("demo", "--seconds", "20", "--json").out)["same_bits"] == {"enc": True if len(others) == 1 else None}
 
 
 def test_demo_says_how_to_get_its_networks(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

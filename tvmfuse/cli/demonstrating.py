@@ -76,9 +76,11 @@ def conclusion(found: list[Showing]) -> str:
     speedups = {showing.name: showing.speedup for showing in found}
     faster = ", ".join(f"{name} {times:.2f}" for name, times in speedups.items() if times is not None)
     lines = [f"times as fast as ONNX Runtime: {faster}"] if faster else []
-    differing = [showing.name for showing in found if not showing.same_bits]
-    same = "tuned, always and never fused give the same output bits"
-    lines.append(f"{', '.join(differing)}: tuned, always and never fused differ in their output bits: report this" if differing else same)
+    differing, equal = (", ".join(showing.name for showing in found if showing.same_bits is same) for same in (False, True))
+    if differing:
+        lines.append(f"{differing}: tuned, always and never fused differ in their output bits: report this")
+    elif equal:
+        lines.append(f"{equal}: tuned, always and never fused give the same output bits")
     if left := sum(showing.summary.left for showing in found):
-        lines.append(f"the same command again goes on with what is left: {counted(left, 'site')}")
+        lines.append(f"the same command again goes on with what is left: {counted(left, 'different site')}")
     return "\n".join(lines)

@@ -55,7 +55,7 @@ def tune(
         print_table([{**cells(site), "this run": outcome} for site, outcome in became])
     say(str(summary))
     if summary.left:
-        say(f"the same command again goes on with what is left: {counted(summary.left, 'site')}")
+        say(f"the same command again goes on with what is left: {counted(summary.left, 'different site')}")
     if summary.results and all(result.too_noisy for result in summary.results):
         raise TooNoisy("the A/A control was too unsteady at every site, so nothing was decided; stop what else runs here, then tune again")
     if summary.gate_failure:
