@@ -32,7 +32,7 @@ from .measure.remote import Identity, identify
 from .model.load import Loaded, load
 from .predicting import predictor
 from .session import Session
-from .values import Conv2d, Machine, Numerics, Site
+from .values import Conv2d, Host, Machine, Numerics, Site
 
 # Passes of TVM's lowering that find nothing in this package's kernels, and take a quarter of its time: what is for GPUs and the like, and
 # what is for blocks, of which scheduled kernels have only an empty root.
@@ -94,7 +94,10 @@ def recorded_device(log: Log, key: str, target: Any = None) -> Identity:
 
     target  how LLVM is to know it; None derives that from the records. Raises UsageError or UnsupportedError.
     """
-    known = {there.key: (there, max(threads)) for there, threads in log.hosts().items()}
+    known: dict[str, tuple[Host, int]] = {}
+    for there, counts in log.hosts().items():  # one key may have been written with several names or caches: the newest holds
+        newest, most = known.get(there.key, (there, 0))
+        known[there.key] = newest, max(most, *counts)
     if key not in known:
         listed = ", ".join(f"{each} ({there.name})" if there.name else each for each, (there, _) in sorted(known.items())) or "none"
         raise UsageError(f"the log has no records of a host {key!r}; hosts that it has: {listed}")
@@ -158,7 +161,8 @@ def build(
     dump_ir   folder to which the module is written after each phase.
     rpc       "host:port/key" of a TVM RPC tracker: compile for the device that has registered there, with its records.
     host      key of a host that the log has records of, as its file is called: compile for that CPU, which needn't be here, with them.
-              A target then only says how LLVM is to know that CPU; threads None are the most that were measured there.
+              A target then only says how LLVM is to know that CPU: on x86 the records don't, so that without one instructions are
+              scheduled as for any CPU with its features. threads None are the most that were measured there.
     Raises    UsageError, ModelError or UnsupportedError, each saying what, where and what to do; DeviceLost without such a device.
     """
     plan = plan_for(target, threads, fuse, logs, numerics, identify(rpc) if rpc else None, host)

@@ -14,7 +14,7 @@ import tvmfuse
 from tvmfuse import building, kernel
 from tvmfuse.decide.log import Conditions, Log, Record
 from tvmfuse.errors import UnsupportedError, UsageError
-from tvmfuse.measure.host import host, isa_of, machine, recorded_target, target_features, toolchain
+from tvmfuse.measure.host import host, isa_of, machine, parse_target, recorded_target, target_features, toolchain
 from tvmfuse.values import NEON, Candidate, Host, Verdict
 
 PI = Host("ARM", 8, 0xD08, 3, ("crc", "fp-armv8", "neon"), 32 << 10, 1 << 20, 1 << 20, "cortex-a72")
@@ -77,6 +77,13 @@ def test_unknown_host_is_told_with_those_that_there_are(model: onnx.ModelProto, 
         tvmfuse.build(model, logs=tmp_path / "empty", fuse="never", host=PI.key)
 
 
+def test_newest_description_of_a_host_holds_with_the_threads_of_all(model: onnx.ModelProto, logs: Path) -> None:
+    renamed = dataclasses.replace(PI, name="cortex-a76", l3=2 << 20)
+    Log([logs]).append(won(model, renamed, 1)[0])
+    device = building.recorded_device(Log([logs]), PI.key)
+    assert (device.host, device.processors) == (renamed, 4)
+
+
 def test_host_and_device_do_not_go_together(model: onnx.ModelProto, logs: Path) -> None:
     device = building.recorded_device(Log([logs]), PI.key)
     with pytest.raises(UsageError, match="a host of the log and a device over RPC"):
@@ -97,6 +104,11 @@ def test_other_cpu_of_this_kind_gives_the_same_bits(model: onnx.ModelProto, tmp_
     x = np.random.default_rng(1).standard_normal((8, 32)).astype(np.float32)
     loaded, here = tvmfuse.load(tmp_path / "m.tvmfuse"), tvmfuse.build(model, threads=1, fuse="never")
     assert loaded.run(None, {"x": x})[0].tobytes() == here.run(None, {"x": x})[0].tobytes()
+
+
+def test_features_that_another_llvm_has_named_are_left_out() -> None:
+    target = recorded_target(dataclasses.replace(PI, features=("fp-armv8", "neon", "named-elsewhere")))
+    assert parse_target(target) is target and isa_of(target) == NEON
 
 
 def test_recorded_cpu_has_its_features_and_no_more() -> None:

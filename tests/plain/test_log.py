@@ -69,6 +69,15 @@ def test_hosts_that_were_measured(tmp_path: Path) -> None:
     assert log.hosts() == Log([tmp_path]).hosts() == {HOST: {1, 4}, other: {2}}
 
 
+def test_newest_of_a_hosts_descriptions_comes_first(tmp_path: Path) -> None:
+    renamed = dataclasses.replace(HOST, name="renamed", l3=1)
+    assert renamed.key == HOST.key
+    log = Log([tmp_path])
+    for there in (renamed, HOST, renamed):
+        log.append(Record.of(WORKLOAD, verdict(), dataclasses.replace(HERE, host=there)))
+    assert list(log.hosts()) == list(Log([tmp_path]).hosts()) == [renamed, HOST]
+
+
 def test_lowest_ratio_wins_among_winners(tmp_path: Path) -> None:
     log = Log([tmp_path])
     log.append(Record.of(WORKLOAD, verdict(APART, ratio=0.8), HERE), Record.of(WORKLOAD, verdict(TILE, ratio=0.9), HERE))

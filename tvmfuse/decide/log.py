@@ -163,12 +163,17 @@ class Log:
 
     def _open(self) -> None:
         self.damage: list[Damage] = []
+        self._in_order: list[_Line] = []  # oldest first
         self._lines: dict[str, list[_Line]] = defaultdict(list)
         self._decoded: dict[tuple[str, bool], list[Record]] = {}
         for folder in self.folders:
             for path in [folder] if folder.is_file() else sorted(folder.glob("*.jsonl")):
                 for line in _verified_lines(path, self.damage):
-                    self._lines[line.workload_hash].append(line)
+                    self._add(line)
+
+    def _add(self, line: _Line) -> None:
+        self._in_order.append(line)
+        self._lines[line.workload_hash].append(line)
 
     def records(self) -> Iterator[Record]:
         """All records; those of one workload oldest first."""
@@ -176,9 +181,9 @@ class Log:
             yield from self._of(workload_hash)
 
     def hosts(self) -> dict[Host, set[int]]:
-        """Every host that was measured, with the numbers of threads that were. Decodes nothing else."""
+        """Every host that was measured, newest first, with the numbers of threads that were. Decodes nothing else."""
         found: dict[Host, set[int]] = defaultdict(set)
-        for host, threads in {m.groups() for lines in self._lines.values() for line in lines if (m := _HOST.search(line.text))}:
+        for host, threads in dict.fromkeys(m.groups() for line in reversed(self._in_order) if (m := _HOST.search(line.text))):
             with suppress(ValueError, TypeError, KeyError):  # reported when its records are decoded
                 found[_host(json.loads(host))].add(int(threads))
         return dict(found)
@@ -267,7 +272,7 @@ class Log:
             with _writable(path):
                 _append_durably(path, b"".join(line for _, line in lines))
             for workload_hash, line in lines:
-                self._lines[workload_hash].append(_Line(path, 0, workload_hash, line.rstrip(b"\n")))
+                self._add(_Line(path, 0, workload_hash, line.rstrip(b"\n")))
                 for decisions_only in (False, True):
                     self._decoded.pop((workload_hash, decisions_only), None)
 

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +133,16 @@ def host_target(num_cores: int = 1) -> Target:
 
     `Target.from_device` gives the model's features alone: a masked one is an illegal instruction.
     """
-    plain = Target({"kind": "llvm", "mcpu": _llvm_cpu()})
-    implied, offered, known = target_features(plain), set(host().features), set(_llvm_features())
-    lacking = {f for f in implied - offered if f in known or _masked_by_name(f)}
-    attributes = [f"-{f}" for f in sorted(lacking)] + [f"+{f}" for f in sorted(offered - implied)]
-    return Target({"kind": "llvm", "mcpu": _llvm_cpu(), "num-cores": num_cores, **({"mattr": attributes} if attributes else {})})
+    known = set(_llvm_features())
+    cpu = {"mcpu": _llvm_cpu(), "num-cores": num_cores}
+    return _with_features(cpu, set(host().features), lambda feature: feature in known or _masked_by_name(feature))
+
+
+def _with_features(cpu: Mapping[str, Any], offered: set[str], may_lack: Callable[[str], bool]) -> Target:
+    """A target with what it offers, and without what LLVM takes its CPU to have besides, of what it may lack."""
+    implied = target_features(Target({"kind": "llvm", **cpu}))
+    attributes = [f"-{f}" for f in sorted(filter(may_lack, implied - offered))] + [f"+{f}" for f in sorted(offered - implied)]
+    return Target({"kind": "llvm", **cpu, **({"mattr": attributes} if attributes else {})})
 
 
 def _masked_by_name(feature: str) -> bool:
@@ -192,7 +197,9 @@ def isa_of(target: Target) -> ISA:
 def recorded_target(recorded: Host) -> Target:
     """A target for a CPU that isn't here, from what its records say: its features, and its name where that is LLVM's.
 
-    Its system is taken for macOS if the CPU is Apple's, else for Linux. Raises UnsupportedError when the features are none of ours.
+    Its system is taken for macOS if the CPU is Apple's, else for Linux. Features that this LLVM doesn't know, as another release wrote
+    them, are left out. On x86 the name is the CPU's brand, not LLVM's: instructions are scheduled as for any CPU with these features.
+    Raises UnsupportedError when the features are none of ours.
     """
     isa = isa_among(recorded.features)
     if isa is None:
@@ -201,10 +208,9 @@ def recorded_target(recorded: Host) -> Target:
     system = "apple-darwin" if recorded.vendor == "Apple" else "unknown-linux-gnu"
     triple = {"mtriple": f"{architecture}-{system}"} if architecture != _architecture(Target({"kind": "llvm"})) else {}
     cpu = {"mcpu": recorded.name} if recorded.name and codegen.llvm_is_valid_cpu(recorded.name, architecture) else {}
-    implied, offered = target_features(Target({"kind": "llvm", **triple, **cpu})), set(recorded.features)
-    lacking = {f for f in implied - offered if EMITTED[architecture].fullmatch(f)}
-    attributes = [f"-{f}" for f in sorted(lacking)] + [f"+{f}" for f in sorted(offered - implied)]
-    return Target({"kind": "llvm", **triple, **cpu, **({"mattr": attributes} if attributes else {})})
+    offered = set(recorded.features)
+    known = target_features(Target({"kind": "llvm", **triple, "mattr": [f"+{f}" for f in sorted(offered)]}))
+    return _with_features({**triple, **cpu}, offered & known, lambda feature: bool(EMITTED[architecture].fullmatch(feature)))
 
 
 def required_features(target: Target) -> tuple[str, ...]:
