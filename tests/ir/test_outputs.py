@@ -28,3 +28,19 @@ def test_a_result_is_written_as_soon_as_what_it_reads_is_there():
         bb.emit_func_output(relax.Tuple([late, of_a, of_that]))
     (block,) = outputs_as_parameters(bb.get())["main"].body.blocks
     assert [binding.var.name for binding in block.bindings] == ["a", "of_a", "of_that", "b", "late"]
+
+
+def test_any_number_of_results_may_read_one_another():
+    kind = relax.TensorType((8,), "float32")
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", kind)
+    copy = bb.add_func(emit.function("copy", [Buffer((8,))] * 2, lambda x, y: emit.copy(y, 0, x, 0, 8, 8)), "copy")
+    results: list[relax.Expr] = [x]
+    with bb.function("main", [x]):
+        with bb.dataflow():
+            for _ in range(1200):  # more than Python calls itself
+                results.append(bb.emit_output(relax.call_tir(copy, (results[-1],), kind)))
+        bb.emit_func_output(relax.Tuple(results[:0:-1]))
+    before, after = bb.get(), outputs_as_parameters(bb.get())
+    names = [[binding.var.name for binding in mod["main"].body.blocks[0].bindings] for mod in (before, after)]
+    assert names[0] == names[1]

@@ -7,6 +7,7 @@ So a call allocates nothing for its results and copies nothing out.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 import tvm
@@ -90,20 +91,22 @@ def outputs_as_parameters(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _results_first(bindings: Sequence[VarBinding], results: Collection[Var]) -> Iterator[VarBinding]:
-    """The bindings, each of a result right after the last one that it reads."""
+    """The bindings, each of a result right after the last one that it reads; first those of results that read none."""
     waiting = {binding.var: binding for binding in bindings}
     missing = {result: set(relax.analysis.free_vars(waiting[result].value)) & waiting.keys() for result in results}
-
-    def placed(var: Var) -> Iterator[VarBinding]:
-        yield waiting.pop(var)
-        for result, reads in missing.items():
-            reads.discard(var)
-            if not reads and result in waiting:
-                yield from placed(result)
-
-    for binding in bindings:
-        if binding.var in waiting:
-            yield from placed(binding.var)
+    readers: dict[Var, list[Var]] = defaultdict(list)
+    for result, reads in missing.items():
+        for var in reads:
+            readers[var].append(result)
+    for first in (*(result for result, reads in missing.items() if not reads), *(binding.var for binding in bindings)):
+        ready = [first]
+        while ready:
+            var = ready.pop()
+            if var in waiting:
+                yield waiting.pop(var)
+                for result in readers[var]:
+                    missing[result].discard(var)
+                ready += [result for result in reversed(readers[var]) if not missing[result]]
 
 
 def _results(main: Function, bound: dict[Var, Expr]) -> list[Expr]:
