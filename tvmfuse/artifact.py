@@ -21,11 +21,12 @@ import numpy as np
 import tvm
 from tvm import relax
 from tvm.support import cc
+from tvm.target import Target
 
 from .errors import ModelError, TargetMismatch, UsageError
 from .files import written
 from .kernel.memory import ALIGNMENT, View, aligned
-from .measure.host import host, toolchain
+from .measure.host import host, is_foreign, toolchain
 from .model.load import TensorInfo
 from .values import Cost, Site, Workload
 
@@ -154,10 +155,12 @@ def link(program: Program, library: Path) -> None:
     try:
         program.executable.export_library(str(library))
     except (RuntimeError, OSError) as error:
-        _, *said = str(error).strip().splitlines()  # TVM's heading, what the linker printed, the command
-        why = next((line for line in said if line.strip()), str(error))
-        advice = "set CXX to a C++ compiler for that target, such as aarch64-linux-gnu-g++"
-        raise UsageError(f"{by} can't link a library for {program.manifest.cpu}: {why}; {advice}") from error
+        said = str(error).splitlines()[1:]  # below TVM's heading: what the linker printed, the command
+        why = next((line for line in said if line.strip()), str(error) or type(error).__name__)
+        failed = f"{by} can't link a library" if by else f"can't write {library}, the objects"
+        foreign = by and is_foreign(Target(json.loads(program.manifest.target)))
+        advice = "; set CXX to a C++ compiler for that target, such as aarch64-linux-gnu-g++" if foreign else ""
+        raise UsageError(f"{failed} for {program.manifest.cpu}: {why}{advice}") from error
 
 
 def _write(program: Program, path: Path, code: bytes) -> None:

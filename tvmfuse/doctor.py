@@ -17,12 +17,12 @@ from statistics import median
 from typing import Literal
 
 import numpy as np
-from tvm.support import cc
 
 from . import compare
+from .artifact import linker
 from .decide import verdict as rule
 from .decide.log import Log
-from .errors import DeviceError, TargetMismatch, TooNoisy, TvmfuseError, UnsupportedError, UsageError
+from .errors import TargetMismatch, TooNoisy, TvmfuseError, UnsupportedError, UsageError
 from .measure.host import default_threads, host, isa_among, llvm_only, toolchain
 
 CPU_FOLDER = Path("/sys/devices/system/cpu")
@@ -174,13 +174,7 @@ def check_noise(seconds: float, clock: Callable[[], float] = time.perf_counter) 
 
 
 def check_compiler() -> Finding:
-    fix = "install one (Debian, Ubuntu: g++; macOS: xcode-select --install), or name it in CXX"
-    try:
-        compiler = cc.get_cc()
-    except (RuntimeError, ValueError):
-        compiler = None
-    if not compiler:
-        return Finding("C++ compiler", "fail", "none found: models run, but can't be saved or measured", fix, DeviceError.exit_code)
+    compiler, fix = linker(), "name another C++ compiler in CXX"
     with tempfile.TemporaryDirectory(prefix="tvmfuse-") as folder:
         source = Path(folder) / "empty.cc"
         source.write_text("int tvmfuse_doctor() { return 0; }\n")
@@ -188,10 +182,10 @@ def check_compiler() -> Finding:
         try:
             linked = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
-            return Finding("C++ compiler", "fail", f"{compiler} can't be run: {error.strerror}", fix, DeviceError.exit_code)
+            return Finding("C++ compiler", "fail", f"{compiler} can't be run: {error.strerror}", fix, UsageError.exit_code)
     if linked.returncode:
         last = (linked.stderr.strip().splitlines() or ["no message"])[-1]
-        return Finding("C++ compiler", "fail", f"{compiler} can't link a library: {last}", fix, DeviceError.exit_code)
+        return Finding("C++ compiler", "fail", f"{compiler} can't link a library: {last}", fix, UsageError.exit_code)
     return Finding("C++ compiler", "ok", f"{compiler} links libraries")
 
 

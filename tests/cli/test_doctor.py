@@ -7,6 +7,7 @@ import json
 import math
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ import numpy as np
 import pytest
 
 from tests.invoking import Invoke
-from tvmfuse import doctor
+from tvmfuse import artifact, doctor
 from tvmfuse.doctor import Finding
-from tvmfuse.errors import DeviceError, TargetMismatch, TooNoisy, UsageError
+from tvmfuse.errors import TargetMismatch, TooNoisy, UsageError
 
 
 def test_this_machine_can_compile(tmp_path: Path) -> None:
@@ -108,22 +109,25 @@ def test_noise_is_judged_as_tuning_would(monkeypatch: pytest.MonkeyPatch, swing:
 
 
 def compiler(monkeypatch: pytest.MonkeyPatch, name: str | None, done: Callable[..., object]) -> Finding:
-    monkeypatch.setattr(doctor.cc, "get_cc", lambda: name)
+    monkeypatch.setattr(artifact.cc, "get_cc", lambda: name)
     monkeypatch.setattr(subprocess, "run", done)
-    return doctor.check_compiler()
+    return doctor._safely("C++ compiler", doctor.check_compiler)
 
 
 def test_an_absent_or_broken_compiler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = compiler(monkeypatch, None, lambda *_, **__: None)
-    assert (absent.verdict, absent.exit_code) == ("fail", DeviceError.exit_code)
+    assert (absent.verdict, absent.exit_code) == ("fail", UsageError.exit_code), "as where it is needed"
+    assert "install one (Debian" in absent.found
     broken = compiler(monkeypatch, "g++", lambda *_, **__: SimpleNamespace(returncode=1, stderr="ld: no crt1.o"))
-    assert (broken.verdict, "no crt1.o" in broken.found) == ("fail", True)
+    assert (broken.verdict, broken.exit_code, "no crt1.o" in broken.found) == ("fail", UsageError.exit_code, True)
 
     def missing(*_: object, **__: object) -> None:
         raise FileNotFoundError(2, "No such file or directory")
 
     named = compiler(monkeypatch, "nowhere-g++", missing)
-    assert (named.verdict, "nowhere-g++ can't be run" in named.found, "CXX" in named.fix) == ("fail", True, True)
+    assert (named.verdict, "CXX or CC names nowhere-g++" in named.found) == ("fail", True)
+    unusable = compiler(monkeypatch, sys.executable, missing)
+    assert (unusable.verdict, "can't be run" in unusable.found, "CXX" in unusable.fix) == ("fail", True, True)
 
 
 def test_a_damaged_log_warns_and_an_unwritable_one_fails(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -17,6 +18,7 @@ from onnx import external_data_helper, numpy_helper, parser
 
 import tvmfuse
 from tests.invoking import Invoke
+from tvmfuse import artifact
 from tvmfuse.errors import ModelError, TvmfuseError, UnsupportedError, UsageError
 from tvmfuse.model import safety
 from tvmfuse.model.load import load
@@ -229,6 +231,21 @@ def test_a_linker_that_does_not_link_is_named(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(UsageError) as error:
         foreign.save(tmp_path / "m.tvmfuse")
     assert said in str(error.value) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError(), OSError(errno.ENOSPC, "No space left on device")])
+@pytest.mark.parametrize("suffix", ["so", "tar"])
+def test_code_that_cannot_be_written_is_no_fault_of_the_compiler(
+    session: tvmfuse.Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, suffix: str
+) -> None:
+    class Unwritable:
+        def export_library(self, path: str) -> None:
+            raise error
+
+    program = dataclasses.replace(session.program, executable=Unwritable())
+    with pytest.raises(UsageError, match=f"can't .*: .*{'No space left' if error.args else 'OSError'}") as raised:
+        artifact.link(program, tmp_path / f"model.{suffix}")
+    assert "CXX" not in str(raised.value) and str(raised.value).startswith("can't write" if suffix == "tar" else artifact.linker())
 
 
 def test_tuning_without_a_linker_says_so_before_it_measures(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
