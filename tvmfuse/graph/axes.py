@@ -208,7 +208,7 @@ def layouts_of(shape: Shape, ops: Sequence[Step]) -> tuple[Layout, ...]:
 def pull_back(shape: Shape, ops: Sequence[LayoutOp], operand: Shape) -> Relayout:
     """Move an elementwise op from below a chain of layout ops to above it.
 
-    op(layout(x), y) -> layout(op(x, plan(y))), the same to the bit: `plan` only moves and repeats elements.
+    op(layout(x), y) -> layout(op(x, relayout(y))), the same to the bit: `relayout` only moves and repeats elements.
     Shapes   x `shape`; y `operand`, aligned from the right as NumPy does; relayout(y) the shape of x, or else no leading axes of extent 1.
     Raises   ValueError when y broadcasts the result up, so that op(layout(x), y) has not layout(x)'s shape.
     """
