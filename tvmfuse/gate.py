@@ -188,7 +188,7 @@ class OnDevice:
             artifact.link(program, library)
             manifest = program.manifest
             inputs, outputs = (tuple((info.shape, info.dtype) for info in infos) for infos in (manifest.inputs, manifest.outputs))
-            weights = tuple(whole.stored(weight, self._folder) for weight in program.weights)
+            weights = tuple(whole.stored_bytes(weight, self._folder) for weight in program.weights)
             model = whole.Model(library, inputs, outputs, weights, manifest.views, manifest.workspace)
             self._written[id(program)] = program, model  # a program that is kept keeps its id
         return self._written[id(program)][1]

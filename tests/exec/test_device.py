@@ -23,7 +23,7 @@ from tvmfuse.decide.search import tune_site
 from tvmfuse.errors import DeviceError, ScheduleRefused, UnsupportedError, UsageError
 from tvmfuse.kernel.family import Buffer, Kernel, Launch
 from tvmfuse.measure import clock, worker
-from tvmfuse.measure.device import LocalDevice, constant_inputs
+from tvmfuse.measure.device import LocalDevice, constant_inputs, stored
 from tvmfuse.measure.host import host, host_target, isa_of, machine, parse_target, required_features, toolchain
 from tvmfuse.values import AVX2, AVX512, NEON, Candidate, Elementwise, Epilogue, Machine, Matmul, Operand, Recurrent, Step, Workload
 
@@ -294,6 +294,11 @@ def test_special_values_are_few_and_the_same_in_each_process() -> None:
         worker.Bench().fill(memory, 0, special=True)
     assert worker.count_differing(memories[0].array, memories[1].array) == 0
     assert 3 <= (~np.isfinite(memories[0].array)).sum() <= 6
+
+
+def test_arrays_of_equal_bytes_share_a_file_only_in_equal_shapes(tmp_path: Path) -> None:
+    one, other, again = (stored(np.zeros(shape, np.float32), tmp_path) for shape in ((2, 3), (3, 2), (2, 3)))
+    assert one == again and one[0] != other[0] and one[1] != other[1] and np.load(other[0]).shape == (3, 2)
 
 
 def test_which_inputs_are_constant() -> None:

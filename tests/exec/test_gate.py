@@ -217,7 +217,7 @@ def test_device_has_longer_to_load_what_is_large(server: ForkServer, tmp_path: P
 
         def close(self) -> None: ...
 
-    weight = whole.stored(np.zeros(1_000_000, np.float32), tmp_path)
+    weight = whole.stored_bytes(np.zeros(1_000_000, np.float32), tmp_path)
     with whole.opened(Slow(server), [whole.Model(tmp_path, (), (), (weight,), (), 0)], 1, True):
         assert asked["load_model"] >= whole.LOAD_TIMEOUT_S + 4 > asked["open"]
 

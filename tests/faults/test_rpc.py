@@ -33,7 +33,7 @@ from tvmfuse.measure.forkserver import ForkServer
 from tvmfuse.measure.host import host
 from tvmfuse.measure.pool import Pool
 from tvmfuse.measure.relay import StockBench
-from tvmfuse.measure.whole import Sample, stored
+from tvmfuse.measure.whole import Sample, stored_bytes
 from tvmfuse.values import Candidate, Verdict
 
 STARTED_WITHIN_S = 60
@@ -234,7 +234,7 @@ def test_models_run_on_a_stock_server_too(sessions: list[tvmfuse.Session], track
         until(lambda: "plain" in (keys(tracker) or []))
         with comparing(f"{at}/plain", tmp_path) as (compare, _):
             assert compare(sessions, every_slot) is FOUND
-            library, weights = next(tmp_path.glob("*.so")), [stored(weight, tmp_path) for weight in sessions[0].program.weights]
+            library, weights = next(tmp_path.glob("*.so")), [stored_bytes(weight, tmp_path) for weight in sessions[0].program.weights]
         until(lambda: free(tracker, "plain") == 1)
         device = tvm.rpc.connect_tracker("127.0.0.1", tracker).request("plain")
         device.upload(str(library), "model.so")

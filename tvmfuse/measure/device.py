@@ -81,6 +81,16 @@ class Place:
         self.screener = None
 
 
+def stored(array: np.ndarray, folder: Path) -> tuple[Path, str]:
+    """The file of an array, and a digest of its bytes, shape and dtype, which names it: equal arrays share it."""
+    digest = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=16)
+    digest.update(array.reshape(-1).view(np.uint8).data)
+    path = folder / f"{digest.hexdigest()}.npy"
+    if not path.exists():
+        np.save(path, array)
+    return path, digest.hexdigest()
+
+
 def transfer_s(paths: Iterable[Path]) -> float:
     """Seconds that these files may take to a device."""
     return sum(path.stat().st_size for path in paths) / SLOWEST_LINK
@@ -362,7 +372,7 @@ class Device:
 
 
 class _Constants:
-    """Packed weights as files, named by their digest."""
+    """Packed weights as files."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -373,11 +383,8 @@ class _Constants:
         """Where make() is, and its digest; equal keys make equal arrays."""
         with self._lock:
             if self._digests.get(key) not in self._paths:
-                array = make()
-                self._digests[key] = digest = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
-                if digest not in self._paths:
-                    self._paths[digest] = folder / f"{digest}.npy"
-                    np.save(self._paths[digest], array)
+                path, self._digests[key] = stored(make(), folder)
+                self._paths[self._digests[key]] = path
             return self._paths[self._digests[key]], self._digests[key]
 
     def trim(self, to_bytes: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from ..errors import WrongBits
 from ..kernel.memory import View
-from .device import SEED, Place, transfer_s
+from .device import SEED, Place, stored, transfer_s
 
 LOAD_TIMEOUT_S = 120.0
 TIMEOUT_S = 300.0
@@ -36,14 +35,9 @@ class Model:
     workspace: int
 
 
-def stored(weight: np.ndarray, folder: Path) -> tuple[Path, str]:
-    """The file of a weight's bytes, named by their digest: models share it."""
-    content = np.ascontiguousarray(weight).reshape(-1).view(np.uint8)
-    digest = hashlib.blake2b(content.data, digest_size=16).hexdigest()
-    path = folder / f"{digest}.npy"
-    if not path.exists():
-        np.save(path, content)
-    return path, digest
+def stored_bytes(weight: np.ndarray, folder: Path) -> tuple[Path, str]:
+    """As `stored`: views take parts of a weight as what they are; models share it."""
+    return stored(np.ascontiguousarray(weight).reshape(-1).view(np.uint8), folder)
 
 
 @contextlib.contextmanager
