@@ -31,37 +31,54 @@ from .measure.pool import Pool
 from .measure.whole import Sample, refuse_differing
 from .measure.worker import count_differing
 from .session import Session
-from .values import Candidate, Outcome, Verdict, Workload
+from .values import Verdict, Workload
 
 SLOW_MODEL_S = 20e-3  # a model this slow is timed once a round: an interruption is small beside it
 RIVALS: tuple[Fuse, ...] = ("always", "never")
-Judge = Callable[[Sample], Verdict]
-Compare = Callable[[Sequence[Session], Judge], Verdict]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The whole tuned model against a rival: the median of its time over the rival's, with an interval; what equal models differ by."""
+
+    rival: str
+    ratio: float
+    ci: tuple[float, float]
+    aa_noise: float
+    pairs: int
+
+    @property
+    def why(self) -> str:
+        return f"whole model against {self.rival}"
+
+
+Judge = Callable[[Sample], Comparison]
+Trial = Callable[[Sequence[Session], Judge], Comparison]
 """Puts sessions side by side, in slots 0, 1, ..., and returns what the judge says of their times."""
 
 
 @dataclass(frozen=True)
-class Gate:
-    """What the comparison came to.
+class Passage:
+    """What came of a run of the gate.
 
-    verdict   of the last one, against the rival that is hardest on the tuned model; None when no site was to be compared.
-    reverted  sites that it turned back. failure: why it ended before it was through.
+    comparison  the last one, with the rival that is hardest on the tuned model; None when no site was to be compared.
+    reverted    sites that it turned back. failure: why it ended before it was through.
     """
 
-    verdict: Verdict | None = None
+    comparison: Comparison | None = None
     reverted: tuple[Workload, ...] = ()
     failure: str | None = None
 
 
-def gate(
+def revert_while_slower(
     prepared: Prepared,
     plan: Plan,
     log: Log,
     results: Sequence[SiteResult],
-    compare: Compare,
+    trial: Trial,
     progress: Callable[[float, str], None],
     deadline: float,
-) -> Gate:
+) -> Passage:
     """The whole model, tuned against always (every default) and never: while tuned is slower, the site that gained least goes back.
 
     Sites that were decided before count with what they were decided to be; only this run's go back. After `deadline`, by the monotonic
@@ -72,7 +89,7 @@ def gate(
     before = Chooser("measured", plan.machine, log, chooser.host, chooser.toolchain, numerics=numerics)
     won = {result.workload: result.verdict for result in results if result.verdict}
     chosen = {site.workload: before(site.workload) for site in prepared.sites if before.choice(site.workload).source == "measured"}
-    said: Verdict | None = None
+    said: Comparison | None = None
     reverted: list[Workload] = []
     rivals: list[Session] = []
     while won:
@@ -80,16 +97,14 @@ def gate(
         rivals = rivals or [compile_model(prepared, plan, Chooser(fuse, plan.machine, numerics=numerics)) for fuse in RIVALS]
         tuned = compile_model(prepared, plan, Chooser("always", plan.machine, tried=chosen, numerics=numerics))
         try:
-            said = compare(
-                side_by_side(tuned, rivals), functools.partial(judge, rivals=RIVALS, deadline=deadline, default=results[0].default)
-            )
+            said = trial(side_by_side(tuned, rivals), functools.partial(against_hardest, rivals=RIVALS, deadline=deadline))
         except WrongBits:
             for workload, winner in won.items():
                 overruled = replace(winner, outcome="keeps default", why="the whole model's output bits changed")
                 log.append(Record.of(workload, overruled, chooser.conditions(workload), kind="model_gate"))
             raise
         except (DeviceError, DeviceLost, UsageError) as error:  # the last: what there is to link with can't link a model
-            return Gate(said, tuple(reverted), str(error))
+            return Passage(said, tuple(reverted), str(error))
         if not is_slower(said):
             break
         weakest_first = sorted(won, key=lambda w: won[w].ratio, reverse=True)
@@ -99,20 +114,20 @@ def gate(
             log.append(Record.of(workload, overruled, chooser.conditions(workload), kind="model_gate"))
             reverted.append(workload)
             del won[workload], chosen[workload]
-    return Gate(said, tuple(reverted))
+    return Passage(said, tuple(reverted))
 
 
-def is_slower(whole: Verdict) -> bool:
+def is_slower(found: Comparison) -> bool:
     """By more than the margin, with confidence: neither a win nor a tie."""
-    return whole.ci[0] > 1 + max(verdict.MIN_MARGIN, verdict.MARGIN_PER_NOISE * whole.aa_noise)
+    return found.ci[0] > 1 + max(verdict.MIN_MARGIN, verdict.MARGIN_PER_NOISE * found.aa_noise)
 
 
 def side_by_side(tuned: Session, rivals: Sequence[Session]) -> list[Session]:
-    """As `judge` wants them: the first rival twice, to be compared with itself."""
+    """As `against_hardest` wants them: the first rival twice, to be compared with itself."""
     return [tuned, rivals[0], *rivals]
 
 
-def judge(sample: Sample, rivals: Sequence[str], deadline: float, default: Candidate) -> Verdict:
+def against_hardest(sample: Sample, rivals: Sequence[str], deadline: float) -> Comparison:
     """The tuned model against the rival that is hardest on it: randomised rounds with an A/A control of the first.
 
     sample    times what is `side_by_side`.
@@ -132,14 +147,12 @@ def judge(sample: Sample, rivals: Sequence[str], deadline: float, default: Candi
     for slot, name in zip((1, *slots[3:]), rivals, strict=True):
         ratios = sorted(log_s[:, 0] - log_s[:, slot])
         low, high = (ratios[rank - 1] for rank in verdict.RANKS[len(ratios)])
-        outcome: Outcome = "wins" if high < 0 else "undecided"
-        interval, why = (math.exp(low), math.exp(high)), f"whole model against {name}"
-        found.append(Verdict(outcome, default, math.exp(float(np.median(ratios))), interval, noise, len(ratios), why))
+        found.append(Comparison(name, math.exp(float(np.median(ratios))), (math.exp(low), math.exp(high)), noise, len(ratios)))
     return max(found, key=lambda said: said.ratio)
 
 
-def in_this_process(sessions: Sequence[Session], judge: Judge, same_bits: bool = True) -> Verdict:
-    """A `Compare`. Raises WrongBits where outputs that are to be equal differ."""
+def in_this_process(sessions: Sequence[Session], judge: Judge, same_bits: bool = True) -> Comparison:
+    """A `Trial`. Raises WrongBits where outputs that are to be equal differ."""
     rng = np.random.default_rng(0)
     feeds = {i.name: draw(rng, i.shape, i.dtype) for i in sessions[0].get_inputs()}
     outputs = [{o.name: np.empty(o.shape, o.dtype) for o in session.get_outputs()} for session in sessions]
@@ -160,7 +173,7 @@ def _seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 class OnDevice:
-    """A `Compare`: in a fresh process on one device of a pool, or all over on another one when that is lost.
+    """A `Trial`: in a fresh process on one device of a pool, or all over on another one when that is lost.
 
     folder  for what is sent there; it belongs to one gate.
     Raises  WrongBits where outputs that are to be equal differ, DeviceError when a model can't run there, DeviceLost when no device is
@@ -171,10 +184,10 @@ class OnDevice:
         self._pool, self._plan, self._folder = pool, plan, folder
         self._written: dict[int, tuple[Program, whole.Model]] = {}
 
-    def __call__(self, sessions: Sequence[Session], judge: Judge) -> Verdict:
+    def __call__(self, sessions: Sequence[Session], judge: Judge) -> Comparison:
         models = [self._model(session.program) for session in sessions]
 
-        def compared(place: Place, models: Sequence[whole.Model]) -> Verdict:
+        def compared(place: Place, models: Sequence[whole.Model]) -> Comparison:
             with whole.opened(place, models, self._plan.machine.threads, self._plan.chooser.numerics == "exact") as sample:
                 return judge(sample)
 

@@ -25,7 +25,7 @@ from .decide import search
 from .decide.cost_model import AnalyticPrior, Learned, learn
 from .decide.log import Log, is_finished
 from .errors import UsageError
-from .gate import Compare, OnDevice, gate, in_this_process
+from .gate import Comparison, OnDevice, Trial, in_this_process, revert_while_slower
 from .graph.rewrite import array_of
 from .measure.device import BuildKernel, Device, LocalDevice, Place
 from .measure.forkserver import ForkServer
@@ -33,7 +33,7 @@ from .measure.host import host, is_foreign
 from .measure.pool import Pool
 from .measure.remote import Identity, connected
 from .predicting import measured
-from .values import Candidate, Host, Machine, Numerics, Site, Verdict, Workload
+from .values import Candidate, Host, Machine, Numerics, Site, Workload
 
 Progress = Callable[[float, str], None]
 EXPECTED_GAIN = 0.05  # of a site's time, before anything is known about it; only ratios between sites matter
@@ -58,7 +58,7 @@ class Summary:
     matched: int
     results: tuple[search.SiteResult, ...]
     unreached: tuple[Workload, ...]
-    gate: Verdict | None
+    gate: Comparison | None
     reverted: tuple[Workload, ...]
     spent_s: float
     gate_failure: str | None = None
@@ -126,7 +126,7 @@ def tune(
             linker()  # every candidate needs it
             job = _job(model, shapes, threads, budget, logs, numerics)
             device: Device = stack.enter_context(LocalDevice(*job.measuring))
-            compare: Compare = functools.partial(in_this_process, same_bits=numerics == "exact")
+            trial: Trial = functools.partial(in_this_process, same_bits=numerics == "exact")
         else:
             server = stack.enter_context(ForkServer())
             places = stack.enter_context(connected(rpc, server))
@@ -135,7 +135,7 @@ def tune(
                 linker()  # as above; for another architecture the device links
             device = stack.enter_context(Device(*job.measuring, pool, server))
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tvmfuse-"))
-            compare = OnDevice(pool, job.plan, Path(folder))
+            trial = OnDevice(pool, job.plan, Path(folder))
         plan, prepared = job.plan, job.prepared
         job.log.check_writable(job.host)
 
@@ -148,17 +148,17 @@ def tune(
             return result
 
         results, left = search.spend(job.demands, job.sites_s - (time.monotonic() - began), tune_one)
-        gated = gate(prepared, plan, job.log, results, compare, progress, began + job.budget_s)
+        passage = revert_while_slower(prepared, plan, job.log, results, trial, progress, began + job.budget_s)
     now = plan_for(None, threads, "measured", logs, numerics, job.identity).chooser
     return Summary(
         sites=tuple(described(site, now) for site in prepared.sites),
         matched=job.matched,
         results=tuple(results),
         unreached=tuple(demand.workload for demand in left),
-        gate=gated.verdict,
-        reverted=gated.reverted,
+        gate=passage.comparison,
+        reverted=passage.reverted,
         spent_s=time.monotonic() - began,
-        gate_failure=gated.failure,
+        gate_failure=passage.failure,
     )
 
 

@@ -26,7 +26,8 @@ from tvmfuse.measure.pool import Pool
 from tvmfuse.measure.worker import Bench
 from tvmfuse.values import Candidate, Verdict
 
-FOUND = Verdict("undecided", Candidate("register", 0), 1.0, (0.9, 1.1), 0.001, 15, "for this test")
+FOUND = gate.Comparison("always", 1.0, (0.9, 1.1), 0.001, 15)
+DEFAULT = Candidate("register", 0)
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +87,16 @@ def test_gate_turns_back_the_weakest_site_until_the_model_is_not_slower_and_all_
 ) -> None:
     log, tuned = Log([tmp_path]), list[int]()
 
-    def compare(sessions: Sequence[tvmfuse.Session], judge: gate.Judge) -> Verdict:
+    def compare(sessions: Sequence[tvmfuse.Session], judge: gate.Judge) -> gate.Comparison:
         assert [measured_sites(session) for session in sessions[1:]] == [0, 0, 0] and sessions[1] is sessions[2]
         assert {site.placement for site in sessions[3].sites} == {"separate"}
         tuned.append(measured_sites(sessions[0]))
         ratio = 1.2 if tuned[-1] == 2 else 0.95
         return dataclasses.replace(FOUND, ratio=ratio, ci=(ratio - 0.02, ratio + 0.02))
 
-    found = gate.gate(prepared, plan, log, results(prepared, plan, log), compare, lambda done, doing: None, deadline)
+    found = gate.revert_while_slower(prepared, plan, log, results(prepared, plan, log), compare, lambda done, doing: None, deadline)
     assert tuned == [2, 1] if deadline else [2]
-    assert found.verdict is not None and found.verdict.ratio == (0.95 if deadline else 1.2) and found.failure is None
+    assert found.comparison is not None and found.comparison.ratio == (0.95 if deadline else 1.2) and found.failure is None
     assert list(found.reverted) == [site.workload for site in reversed(prepared.sites)][: 1 if deadline else 2]
     assert {r.workload for r in Log([tmp_path]).records() if r.kind == "model_gate"} == set(found.reverted)
     again = Chooser("measured", plan.machine, Log([tmp_path]), host(), toolchain())
@@ -109,43 +110,45 @@ def test_gate_that_loses_its_device_keeps_what_it_has_decided(
     log, slower = Log([tmp_path]), dataclasses.replace(FOUND, ratio=1.2, ci=(1.18, 1.22))
     said = [slower]
 
-    def compare(*_: object) -> Verdict:
+    def compare(*_: object) -> gate.Comparison:
         if not said:
             raise error("unplugged")
         return said.pop()
 
-    found = gate.gate(prepared, plan, log, results(prepared, plan, log), compare, lambda done, doing: None, math.inf)
-    assert (found.verdict, found.reverted, found.failure) == (slower, (prepared.sites[1].workload,), "unplugged")
+    found = gate.revert_while_slower(prepared, plan, log, results(prepared, plan, log), compare, lambda done, doing: None, math.inf)
+    assert (found.comparison, found.reverted, found.failure) == (slower, (prepared.sites[1].workload,), "unplugged")
     assert [r.workload for r in Log([tmp_path]).records() if r.kind == "model_gate"] == [prepared.sites[1].workload]
 
 
 def test_all_sites_of_a_run_go_back_when_the_model_computes_other_bits(
     prepared: building.Prepared, plan: building.Plan, tmp_path: Path
 ) -> None:
-    def compare(*_: object) -> Verdict:
+    def compare(*_: object) -> gate.Comparison:
         raise WrongBits("3 elements")
 
     won = results(prepared, plan, Log([tmp_path]))
     with pytest.raises(WrongBits, match="3 elements"):
-        gate.gate(prepared, plan, Log([tmp_path]), won, compare, lambda done, doing: None, math.inf)
+        gate.revert_while_slower(prepared, plan, Log([tmp_path]), won, compare, lambda done, doing: None, math.inf)
     again = Chooser("measured", plan.machine, Log([tmp_path]), host(), toolchain())
     assert [again.choice(site.workload).candidate for site in prepared.sites] == [result.default for result in won]
 
 
 def test_nothing_is_compiled_or_compared_when_no_site_changed(prepared: building.Prepared, plan: building.Plan, tmp_path: Path) -> None:
-    kept = [SiteResult(site.workload, FOUND.candidate, FOUND.candidate, (), (), 0, 1.0) for site in prepared.sites]
-    found = gate.gate(prepared, plan, Log([tmp_path]), kept, lambda *_: pytest.fail("compared"), lambda done, doing: None, math.inf)
-    assert found == gate.Gate()
+    kept = [SiteResult(site.workload, DEFAULT, DEFAULT, (), (), 0, 1.0) for site in prepared.sites]
+    found = gate.revert_while_slower(
+        prepared, plan, Log([tmp_path]), kept, lambda *_: pytest.fail("compared"), lambda done, doing: None, math.inf
+    )
+    assert found == gate.Passage()
 
 
 def test_whole_model_is_compared_with_the_rival_that_is_hardest_on_it() -> None:
     cost = 1.0, 0.9, 0.9, 1.25
-    found = gate.judge(lambda slot, repeats, tries: cost[slot], ("always", "never"), 0.0, FOUND.candidate)
+    found = gate.against_hardest(lambda slot, repeats, tries: cost[slot], ("always", "never"), 0.0)
     assert found.ratio == pytest.approx(1 / 0.9) and found.why == "whole model against always" and found.aa_noise == 0
     assert found.pairs == 15, "without time it is the fewest that a look allows"
 
 
-def every_slot(sample: whole.Sample) -> Verdict:
+def every_slot(sample: whole.Sample) -> gate.Comparison:
     times = [sample(slot, 2, 2) for slot in range(4)]
     assert all(0 < seconds < 0.1 for seconds in times)
     return FOUND
@@ -180,7 +183,7 @@ def test_comparison_begins_anew_elsewhere_when_its_device_is_lost(
 ) -> None:
     pool, tried = Pool([Place(server), Place(server)]), []
 
-    def dies_at_first(sample: whole.Sample) -> Verdict:
+    def dies_at_first(sample: whole.Sample) -> gate.Comparison:
         tried.append(sample(0, 1, 1))
         if len(tried) == 1:
             raise DeviceLost("unplugged")

@@ -18,6 +18,7 @@ from tvmfuse.decide import cost_model
 from tvmfuse.decide.log import Conditions, Log, Record, is_finished
 from tvmfuse.decide.search import SiteResult
 from tvmfuse.errors import UsageError
+from tvmfuse.gate import Comparison
 from tvmfuse.measure.host import host, toolchain
 from tvmfuse.values import Candidate, Host, Matmul, Site, Verdict, Workload
 
@@ -81,7 +82,7 @@ def test_summary_counts_what_became_of_each_workload(workload: Workload) -> None
     begun = SiteResult(other, Candidate("register", 0), Candidate("register", 0), (), (), 3, 1.0, finished=False)
     summary = tuning.Summary(sites, 0, (begun,), (workload,), None, (), 20.4)
     assert str(summary) == "sites: 4 (3 different ones, each measured once): 1 begun, 1 not reached, 1 without a choice; in 20 s"
-    whole = Verdict("undecided", Candidate("register", 0), 0.97, (0.96, 0.98), 0.001, 60, "whole model against never")
+    whole = Comparison("never", 0.97, (0.96, 0.98), 0.001, 60)
     assert str(dataclasses.replace(summary, gate=whole)).endswith("; in 20 s; whole model against never: 0.970 [0.960, 0.980]")
     lost = dataclasses.replace(summary, gate_failure="unplugged")
     assert str(lost).endswith("; in 20 s; the whole model could not be compared: unplugged")

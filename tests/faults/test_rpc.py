@@ -34,7 +34,6 @@ from tvmfuse.measure.host import host
 from tvmfuse.measure.pool import Pool
 from tvmfuse.measure.relay import StockBench
 from tvmfuse.measure.whole import Sample, stored_bytes
-from tvmfuse.values import Candidate, Verdict
 
 STARTED_WITHIN_S = 60
 
@@ -184,10 +183,10 @@ def comparing(rpc: str, folder: Path) -> Iterator[tuple[gate.OnDevice, Pool[Plac
         yield gate.OnDevice(pool, plan_for(None, 1, "always", None, device=places[0].identity), folder), pool
 
 
-FOUND = Verdict("undecided", Candidate("register", 0), 1.0, (0.9, 1.1), 0.001, 15, "for this test")
+FOUND = gate.Comparison("always", 1.0, (0.9, 1.1), 0.001, 15)
 
 
-def every_slot(sample: Sample) -> Verdict:
+def every_slot(sample: Sample) -> gate.Comparison:
     assert all(sample(slot, 2, 2) > 0 for slot in range(4))
     return FOUND
 
@@ -195,10 +194,10 @@ def every_slot(sample: Sample) -> Verdict:
 def test_whole_model_is_compared_on_a_device(
     model: onnx.ModelProto, sessions: list[tvmfuse.Session], tracker: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gated(prepared: Any, plan: Any, log: Log, results: Any, compare: gate.Compare, *_: Any) -> gate.Gate:
-        return gate.Gate(compare(sessions, every_slot))
+    def gated(prepared: Any, plan: Any, log: Log, results: Any, trial: gate.Trial, *_: Any) -> gate.Passage:
+        return gate.Passage(trial(sessions, every_slot))
 
-    monkeypatch.setattr(tuning, "gate", gated)
+    monkeypatch.setattr(tuning, "revert_while_slower", gated)
     monkeypatch.setattr(search, "spend", lambda demands, seconds, tune_one: ([], demands))
     with served(tracker, "gated"):
         assert tuned(model, tracker, "gated", tmp_path).gate is FOUND
@@ -211,7 +210,7 @@ def test_comparison_moves_to_another_device_when_its_own_dies_and_ends_with_the_
 
     with served(tracker, "gates", 2) as devices, comparing(f"127.0.0.1:{tracker}/gates", tmp_path) as (compare, pool):
 
-        def survives(sample: Sample) -> Verdict:
+        def survives(sample: Sample) -> gate.Comparison:
             begun.append(sample(0, 1, 1))
             if len(begun) == 1:
                 kill_tree(devices[0])
@@ -220,7 +219,7 @@ def test_comparison_moves_to_another_device_when_its_own_dies_and_ends_with_the_
         # Whichever of the two it has begun on
         assert compare(sessions, survives) is FOUND and len(begun) - 1 == len(pool.lost) <= 1
 
-        def dies(sample: Sample) -> Verdict:
+        def dies(sample: Sample) -> gate.Comparison:
             kill_tree(devices[1])
             return every_slot(sample)
 
