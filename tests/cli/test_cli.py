@@ -329,6 +329,7 @@ def test_tune_is_quiet_where_no_terminal_is(invoke: Invoke, asked: dict, model: 
         (errors.TooNoisy, 6),
         (errors.DeviceError, 7),
         (errors.CheckFailed, 8),
+        (errors.WrongBits, 8),
         (KeyboardInterrupt, 130),
         (RuntimeError, 1),
     ],
