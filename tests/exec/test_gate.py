@@ -200,14 +200,14 @@ def test_models_with_other_bits_are_not_timed(
     other = dataclasses.replace(program, weights=tuple(np.zeros_like(weight) for weight in program.weights))
     differing = [tvmfuse.Session(other), *sessions]
     for compare in (gate.OnDevice(Pool([Place(server)]), plan, tmp_path), gate.in_this_process):
-        with pytest.raises(WrongBits, match="wrong bits: 1[0-9]{3} elements of the whole model's outputs"):
+        with pytest.raises(WrongBits, match="wrong bits: [0-9]{3} elements of the whole model's outputs"):
             compare(differing, lambda sample: pytest.fail("timed"))
     relaxed = dataclasses.replace(plan, chooser=Chooser("always", plan.machine, numerics="relaxed"))
     assert gate.OnDevice(Pool([Place(server)]), relaxed, tmp_path)(differing, every_slot) is FOUND
     assert gate.in_this_process(differing, every_slot, same_bits=False) is FOUND
 
 
-def test_device_has_longer_to_load_what_is_large(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_has_longer_to_load_what_is_large(server: ForkServer, tmp_path: Path) -> None:
     asked: dict[str, float] = {}
 
     class Slow(Place):

@@ -343,7 +343,7 @@ class Device:
     def _load_compiled(self, place: Place, runner: Runner, slot: int, compiled: _Compiled, key: object) -> None:
         """key  of what its constants are kept under."""
         kernel = compiled.kernel
-        constants, sent = {}, []
+        constants, sent = {}, list[Path]()
         for i in range(kernel.inputs):
             if self._is_constant[i]:
                 path, digest = self._constants.file((key, i), self._folder, functools.partial(self._constant, kernel, i))
