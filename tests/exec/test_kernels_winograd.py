@@ -23,7 +23,7 @@ from tests.exec.test_kernels_conv2d import reference
 from tvmfuse import kernel
 from tvmfuse.errors import ScheduleRefused
 from tvmfuse.kernel import toom_cook, winograd
-from tvmfuse.values import ISA, WINOGRAD, Candidate, Conv2d, Conv2dTranspose, Elementwise, Machine, Workload
+from tvmfuse.values import ISA, WINOGRAD, Anchor, Candidate, Conv2d, Conv2dTranspose, Elementwise, Machine, PlanarConv2d, Workload
 
 SAME = (1, 1, 1, 1)
 SHAPES = [
@@ -190,8 +190,8 @@ def test_refuses(changes: dict[str, object], reason: str) -> None:
     assert kernel.digest(workload, HOST, "relaxed") == kernel.digest(workload, HOST)
 
 
-@pytest.mark.parametrize("anchor", [Elementwise((4, 4)), Conv2dTranspose(1, 5, 5, 4, 4, 3, 3)], ids=str)
-def test_other_anchors_have_exact_candidates_only(anchor: Elementwise | Conv2dTranspose) -> None:
+@pytest.mark.parametrize("anchor", [Elementwise((4, 4)), Conv2dTranspose(1, 5, 5, 4, 4, 3, 3), PlanarConv2d(1, 5, 5, 4, 4, 3, 3)], ids=str)
+def test_other_anchors_have_exact_candidates_only(anchor: Anchor) -> None:
     assert kernel.why_not_relaxed(Workload(anchor)) == "Winograd is for convolutions in NHWC"
 
 
