@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 import tvmfuse
+from tests import small_models
 from tvmfuse import building, kernel
 from tvmfuse.decide.log import Conditions, Log, Record
 from tvmfuse.errors import UnsupportedError, UsageError
@@ -23,14 +23,7 @@ SERVER = Host("ARM", 8, 0xD0C, 0, (*PI.features, "dotprod"), 64 << 10, 1 << 20, 
 
 @pytest.fixture(scope="module")
 def model() -> onnx.ModelProto:
-    """relu(x @ w + b)."""
-    rng = np.random.default_rng(0)
-    weights = [
-        onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name) for name, shape in (("w", (32, 48)), ("b", (48,)))
-    ]
-    nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["p"]), helper.make_node("Relu", ["p"], ["y"])]
-    x, y = helper.make_tensor_value_info("x", TensorProto.FLOAT, [8, 32]), helper.make_tensor_value_info("y", TensorProto.FLOAT, [8, 48])
-    return helper.make_model(helper.make_graph(nodes, "g", [x], [y], weights), opset_imports=[helper.make_opsetid("", 17)])
+    return small_models.one_layer()
 
 
 def won(model: onnx.ModelProto, there: Host, threads: int) -> tuple[Record, Candidate]:

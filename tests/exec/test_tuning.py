@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
 
 import tvmfuse
+from tests import small_models
 from tvmfuse import building, kernel, tuning
 from tvmfuse.choose import Chooser
 from tvmfuse.decide import cost_model
@@ -25,18 +25,7 @@ from tvmfuse.values import Candidate, Host, Matmul, Site, Verdict, Workload
 
 @pytest.fixture(scope="module")
 def model() -> onnx.ModelProto:
-    """tanh(x @ w + b), and a second layer."""
-    rng = np.random.default_rng(0)
-    shapes = {"w": (64, 48), "b": (48,), "v": (48, 32), "c": (32,)}
-    weights = [onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name) for name, shape in shapes.items()]
-    nodes = [
-        helper.make_node("Gemm", ["x", "w", "b"], ["p"], name="first"),
-        helper.make_node("Tanh", ["p"], ["t"]),
-        helper.make_node("Gemm", ["t", "v", "c"], ["q"], name="second"),
-        helper.make_node("Relu", ["q"], ["y"]),
-    ]
-    x, y = helper.make_tensor_value_info("x", TensorProto.FLOAT, [40, 64]), helper.make_tensor_value_info("y", TensorProto.FLOAT, [40, 32])
-    return helper.make_model(helper.make_graph(nodes, "g", [x], [y], weights), opset_imports=[helper.make_opsetid("", 17)])
+    return small_models.two_layers()
 
 
 def decided(workload: Workload, candidate: Candidate, plan: building.Plan, **changes: object) -> Record:

@@ -18,10 +18,10 @@ import onnx
 import psutil
 import pytest
 import tvm.rpc
-from onnx import TensorProto, helper
 from tvm.target.codegen import llvm_get_system_cpu
 
 import tvmfuse
+from tests import small_models
 from tvmfuse import gate, tuning
 from tvmfuse.building import plan_for
 from tvmfuse.decide import search
@@ -40,14 +40,7 @@ STARTED_WITHIN_S = 60
 
 @pytest.fixture(scope="module")
 def model() -> onnx.ModelProto:
-    """relu(x @ w + b)."""
-    rng = np.random.default_rng(0)
-    weights = [
-        onnx.numpy_helper.from_array(rng.standard_normal(shape, np.float32), name) for name, shape in (("w", (32, 48)), ("b", (48,)))
-    ]
-    nodes = [helper.make_node("Gemm", ["x", "w", "b"], ["p"]), helper.make_node("Relu", ["p"], ["y"])]
-    x, y = helper.make_tensor_value_info("x", TensorProto.FLOAT, [8, 32]), helper.make_tensor_value_info("y", TensorProto.FLOAT, [8, 48])
-    return helper.make_model(helper.make_graph(nodes, "g", [x], [y], weights), opset_imports=[helper.make_opsetid("", 17)])
+    return small_models.one_layer()
 
 
 def free_port() -> int:

@@ -36,8 +36,8 @@ def costs(mod: tvm.IRModule, anchors: Mapping[str, tuple[int, int]]) -> list[tup
 def _cost(call: Call, flop: int, passes: int, written: int | None) -> Cost:
     arguments = list(call.args[1].fields)
     results = [call.ty] if op_name(call) == "call_tir" else []  # an in-place call's results are among its arguments
-    if written is not None:
-        arguments, results = arguments[: len(arguments) - (not results)], []
+    if written is not None:  # of the whole that it writes into, its result or its last argument
+        arguments, results = arguments if results else arguments[:-1], []
     constants = sum(_bytes(x.ty) for x in arguments if array_of(x) is not None)
     moved = sum(_bytes(x.ty) for x in arguments) + sum(_bytes(ty) for result in results for ty in getattr(result, "fields", [result]))
     moved += written or 0

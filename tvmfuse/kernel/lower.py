@@ -52,7 +52,7 @@ class _Lowering(Rewriter):
         self._sites = {site.result: site for site in sites}
         self._choose, self._machine = choose, machine
         self._kernels: dict[tuple[Workload, Candidate], Kernel] = {}
-        self._functions: dict[tuple[Workload, int, tuple[tuple[int, ...], ...], int | None], tvm.ir.GlobalVar] = {}
+        self._functions: dict[tuple[Workload, int, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], int] | None], tvm.ir.GlobalVar] = {}
         self._columns: dict[Var, Columns] = {}  # of the sites' results that are written into a concatenation
         for parts in concatenations(mod["main"]):
             if all(part in self._sites and self._writes_rows(self._sites[part], parts[part].width) for part in parts):
@@ -128,7 +128,7 @@ class _Lowering(Rewriter):
         self, workload: Workload, launch: Launch, number: int, shapes: Sequence[tuple[int, ...]], columns: Columns | None = None
     ) -> tvm.ir.GlobalVar:
         """The launch's function in the module; one for all sites of the workload that store their tensors in the same shapes."""
-        key = workload, number, (*shapes, columns.shape if columns else ()), columns.first if columns else None
+        key = workload, number, tuple(shapes), (columns.shape, columns.first) if columns else None
         if key not in self._functions:
             func = redeclared(launch.func, shapes)
             func = writing(func, columns) if columns else func

@@ -13,11 +13,9 @@ Source    the register tile is the matmul's, with weights as A and a row of pixe
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..errors import ScheduleRefused
 from ..values import Candidate, Epilogue, Machine, PlanarConv2d, Workload
-from . import emit, window
+from . import conv2d, emit, window
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .grain import compute_seconds, threads_for
@@ -78,7 +76,8 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
         body = lambda x, w, *rest: _body(anchor, candidate, lanes, epilogue, x, w, rest[:-1], rest[-1])  # noqa: E731
         return Launch(emit.function("planar_conv2d", buffers, body), ())
 
-    return assemble(workload, candidate, machine, (image, packed), compute, {1: lambda array: pack(anchor, array)})
+    packers = {1: lambda array: conv2d.pack(anchor, array, anchor.co // anchor.groups, 1)}  # one panel a group, of single weights
+    return assemble(workload, candidate, machine, (image, packed), compute, packers)
 
 
 def _body(
@@ -140,9 +139,3 @@ def _body(
             emit.with_tail(row_tile, per_group, mr, lambda rows: micro(n, group, y, row_tile * mr, rows, column_tile * nr, width))
 
         emit.with_tail(column_tile, anchor.ow, nr, with_width)
-
-
-def pack(anchor: PlanarConv2d, array: np.ndarray) -> np.ndarray:
-    """(CO, KH, KW, CI / groups) -> the weights of each step side by side: (groups, KH, KW, CI / groups, CO / groups), flat."""
-    taps = array.reshape(anchor.groups, anchor.co // anchor.groups, -1)
-    return np.ascontiguousarray(np.moveaxis(taps, 1, 2)).reshape(-1)
