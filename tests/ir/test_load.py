@@ -63,6 +63,17 @@ def test_initializers_that_are_listed_as_inputs_are_weights():
     assert constants(loaded)[0].tolist() == [[1, 2], [3, 4]]
 
 
+@pytest.mark.parametrize("from_file", [False, True])
+def test_weights_that_are_not_inputs_too_are_no_fault_in_ir_version_3(from_file, tmp_path):
+    """As in ONNX Runtime's own mul_1.onnx; the checker says "W in initializer but not in graph input"."""
+    model = onnx_model("g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { y = Mul (x, w) }", opset=7, ir_version=3)
+    onnx.save(model, tmp_path / "mul.onnx")
+    loaded = load(tmp_path / "mul.onnx" if from_file else model)
+    assert [info.name for info in loaded.inputs] == ["x"]
+    assert constants(loaded)[0].tolist() == [1, 2]
+    assert model.ir_version == 3
+
+
 def test_the_callers_model_is_left_alone():
     model = onnx_model("g (float[N] x) => (float[N] y) { a = Identity(x) y = Relu(a) }")
     before = model.SerializeToString()

@@ -69,7 +69,7 @@ def listing(refused: Iterable[tuple[onnx.NodeProto, str]]) -> str:
         domain = node.domain or "ai.onnx"
         nodes.setdefault((f"{domain}::{node.op_type}", reason), []).append(node.name or node.output[0])
     lines = [f"  {operator}: {reason} (nodes {', '.join(names)})" for (operator, reason), names in nodes.items()]
-    return "these operators can't be compiled:\n" + "\n".join(lines)
+    return "these operators can't be compiled; export the model without them:\n" + "\n".join(lines)
 
 
 def _named(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:

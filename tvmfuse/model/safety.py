@@ -12,7 +12,7 @@ import onnx
 from onnx import defs, external_data_helper, numpy_helper
 
 from ..errors import ModelError, UnsupportedError
-from . import sandbox
+from . import examine, sandbox
 
 LARGEST = 2**31 - 1  # bytes of a protobuf file
 # From the oldest that the importer's converters know to the newest that package onnx knows. An operator whose meaning changed after the
@@ -44,7 +44,7 @@ def read(source: str | os.PathLike[str] | onnx.ModelProto) -> onnx.ModelProto:
             "Export it again with another opset, or convert it with onnx.version_converter"
         )
     if isinstance(source, onnx.ModelProto):
-        complaint = _complaint(source)
+        complaint = examine.complaint(source)
     if complaint is not None:
         raise ModelError(f"{where} is not a valid ONNX model: {' '.join(complaint.split())}")
     _warn_of_nan(model, where)
@@ -57,14 +57,6 @@ def array(tensor: onnx.TensorProto) -> np.ndarray:
         return numpy_helper.to_array(tensor)
     except (ValueError, TypeError) as error:
         raise ModelError(f"the weights {tensor.name!r} are damaged: {error}") from error
-
-
-def _complaint(model: onnx.ModelProto) -> str | None:
-    try:
-        onnx.checker.check_model(model)
-    except (onnx.checker.ValidationError, ValueError) as error:
-        return str(error)
-    return None
 
 
 def _require_readable(path: Path) -> None:
