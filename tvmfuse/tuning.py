@@ -141,7 +141,7 @@ def tune(
 
         def tune_one(demand: search.Demand, share: float) -> search.SiteResult:
             done = min(1.0, (time.monotonic() - began) / job.budget_s)
-            progress(done, f"{_so_far(decided, len(job.demands))}; {demand.workload.anchor}")
+            progress(done, f"{_so_far(decided, len(job.demands))}; {demand.name}")
             candidates, conditions = plan.chooser.candidates(demand.workload), plan.chooser.conditions(demand.workload)
             result = search.tune_site(demand.workload, candidates, device, job.log, conditions, budget_s=share, rank=job.rank)
             decided[demand.workload] = result
@@ -219,6 +219,7 @@ def _job(
     log = plan.chooser.log
     assert log is not None
     counts = Counter(site.workload for site in prepared.sites)
+    names = {site.workload: site.name for site in reversed(prepared.sites)}
     sites_s = budget_s - min(GATE_SHARE * budget_s + GATE_SITE_S * len(counts), MOST_GATE_SHARE * budget_s)
     if sites_s < search.LEAST_SHARE_S:
         raise UsageError(f"a budget of {budget_s:g} s reaches no site; give at least {math.ceil(least_budget_s(len(counts)))} s")
@@ -228,7 +229,8 @@ def _job(
         candidates, history = plan.chooser.candidates(workload), log.history(workload, plan.chooser.conditions(workload))
         if len(candidates) > 1 and not is_finished(history):
             noisy = sum(record.verdict is not None and record.verdict.outcome == "too noisy" for record in history)
-            demands.append(search.Demand(workload, count, _expected_gain_s(workload, candidates, plan.machine, ranker) / (1 + noisy)))
+            gain_s = _expected_gain_s(workload, candidates, plan.machine, ranker) / (1 + noisy)
+            demands.append(search.Demand(workload, count, gain_s, names[workload]))
     matched = sum(len(plan.chooser.candidates(w)) > 1 for w in counts) - len(demands)
     return _Job(plan, prepared, log, budget_s, sites_s, demands, matched, ranker.rank, identity)
 

@@ -247,6 +247,21 @@ def test_a_table_too_wide_for_the_terminal_becomes_paragraphs(monkeypatch: pytes
         assert "conv[bold]1" in lines[1 if wide else 0]
 
 
+def test_at_80_columns_the_workload_stands_below(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr("tvmfuse.cli.tables.stdout", lambda: console)
+    head = "/model/decoder/" + "layers/" * 10
+    names = ("/stem/Conv", f"{head}q/MatMul", f"{head}k/MatMul")
+    rows = [{"site": name, "placement": "register 2/2", "why": "x" * 80} for name in names]
+    print_table(rows, [({"site": row["site"], "placement": row["placement"]}, ("matmul 8x8x8 | " + "add " * 20,)) for row in rows])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split() for line in lines if not line.startswith(" ")][:2] == [["site", "placement"], ["/stem/Conv", "register", "2/2"]]
+    cut = [line.split()[0] for line in lines if line.startswith("…")]
+    assert [name[-9:] for name in cut] == ["/q/MatMul"[-9:], "/k/MatMul"[-9:]]
+    assert sum(line.startswith("  matmul 8x8x8") for line in lines) == 3
+
+
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_help_waits_for_nothing_large(option: str) -> None:
     program = "import atexit, sys; from tvmfuse import cli; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); cli.main()"

@@ -96,12 +96,13 @@ def test_dry_run_prints_the_plan_and_measures_nothing(invoke: Invoke, tmp_path: 
 
     def dry_run(_model: object, **options: object) -> Allotment:
         asked.update(options)
-        return Allotment(((Demand(WORKLOAD, 3, 2e-6), 12.5),), (Demand(OTHER, 1, 1e-6),))
+        return Allotment(((Demand(WORKLOAD, 3, 2e-6, "/conv1"), 12.5),), (Demand(OTHER, 1, 1e-6, "/conv2"),))
 
     monkeypatch.setattr(tuning, "dry_run", dry_run)
     code, out, _ = invoke("tune", model, "--budget", "20s", "--dry-run")
     first, second = out.splitlines()[1:]
     assert code == 0 and asked["budget"] == "20s"
-    assert str(WORKLOAD) in first and "12.5" in first and " 6 " in first and str(OTHER) in second and "not reached" in second
+    assert first.split()[0] == "/conv1" and str(WORKLOAD) in first and "12.5" in first and " 6 " in first
+    assert str(OTHER) in second and "not reached" in second
     rows = json.loads(invoke("tune", model, "--dry-run", "--json")[1])
     assert [(row["count"], row["seconds"], row["workload_hash"]) for row in rows] == [(3, 12.5, WORKLOAD.hash()), (1, 0.0, OTHER.hash())]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .arguments import AsJson, Logs
-from .output import cells, counted, describe, say
+from .output import brief, cells, counted, describe, say
 
 if TYPE_CHECKING:
     from ..compare import Row
@@ -52,9 +52,10 @@ def demo(
         return
     for showing in found:
         print_heading(showing.name)
-        became = [(site, showing.summary.outcome(site.workload)) for site in showing.sites]
-        print_table([{**cells(site), "this run": outcome} for site, outcome in became if outcome != "not reached"])
-        unreached = [site.name for site, outcome in became if outcome == "not reached"]
+        outcomes = [(site, showing.summary.outcome(site.workload)) for site in showing.sites]
+        became = [(site, outcome) for site, outcome in outcomes if outcome != "not reached"]
+        print_table([{**cells(site), "this run": outcome} for site, outcome in became], [brief(*each) for each in became])
+        unreached = [site.name for site, outcome in outcomes if outcome == "not reached"]
         if unreached:
             typer.echo(f"not reached: {', '.join(unreached)}")
     print_heading("one call, one thread")

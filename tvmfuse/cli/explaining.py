@@ -13,7 +13,7 @@ import tvmfuse
 
 from ..errors import UsageError
 from .arguments import AsJson, Logs, Model, Numerics, Shapes, Threads, parse_shapes
-from .output import counted, describe, interval, place_cells, say, visible
+from .output import brief, counted, describe, interval, place_cells, say, visible
 
 if TYPE_CHECKING:
     from ..explaining import Explained, Option
@@ -38,6 +38,7 @@ def explain(
 
     if before_after and site is None:
         raise UsageError("--before-after takes one SITE")
+    site = site and site.removeprefix("…")  # as a narrow table writes long names
     limits = measure_limits if bound else None
     report = tvmfuse.explain(model, shapes=parse_shapes(shape), threads=threads, logs=logs, roofline=limits, numerics=numerics)
     sites = report.sites if site is None else [report.site(site)]
@@ -48,7 +49,7 @@ def explain(
         typer.echo(json.dumps({**told, **({"before": excerpts[0], "after": excerpts[1]} if excerpts else {})}))
         return
     if site is None:
-        print_table([cells(e) for e in sites])
+        print_table([cells(e) for e in sites], [brief_cells(e) for e in sites])
         for refusal in report.refusals:
             typer.echo(visible(str(refusal)))
         if not sites:
@@ -81,6 +82,15 @@ def cells(e: Explained) -> dict[str, str]:
         "ends before": site.reason or "",
         "exact because": site.why_not_relaxed or "",
     }
+
+
+def brief_cells(e: Explained) -> tuple[dict[str, str], tuple[str, ...]]:
+    """A site for a narrow terminal; the ratio is the one that its source stands for."""
+    row, below = brief(e.site)
+    source = row.pop("source")
+    ratio = row.pop("ratio") or f"{e.predicted_ratio:.3f}"
+    bound = "" if e.bound_s is None else f"{e.bound_s * 1e6:.3g}"
+    return {**row, "ratio": ratio, "us": f"{e.predicted_s * 1e6:.3g}", "bound": bound, "source": source}, below
 
 
 def option_cells(option: Option) -> dict[str, str]:

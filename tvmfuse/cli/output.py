@@ -79,6 +79,18 @@ def cells(site: Site) -> dict[str, str]:
     }
 
 
+def brief(site: Site, *more: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """A site for a narrow terminal: a few columns, and below them what is computed, and more."""
+    ratio = "" if site.ratio is None else f"{site.ratio:.3f}"
+    return {"site": site.name, "placement": placed(site), "ratio": ratio, "source": site.source}, (computed(site), *more)
+
+
+def computed(site: Site) -> str:
+    """Anchor, epilogue, and what that moved across."""
+    across = f", across {' '.join(site.crossed)}" if site.crossed else ""
+    return " | ".join(filter(None, (anchor(site), " ".join(site.epilogue)))) + across
+
+
 def anchor(site: Site) -> str:
     """What is computed, with the algorithm of the relaxed class and what was measured of its error."""
     if site.algorithm is None:
@@ -92,4 +104,4 @@ def show(sites: Sequence[Site], as_json: bool, **facts: object) -> None:
     else:
         from .tables import print_table  # waits for rich
 
-        print_table([cells(site) for site in sites])
+        print_table([cells(site) for site in sites], [brief(site) for site in sites])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.markup import escape
@@ -13,6 +15,9 @@ from rich.table import Table
 from .output import visible
 
 UNLIMITED = 10_000  # columns
+SHORTEST_NAME = 12  # below which what is left of a name says nothing
+TIGHT: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}
+Brief = tuple[Mapping[str, str], Sequence[str]]  # the first columns of a row, and lines that stand below them
 
 
 def stdout() -> Console:
@@ -20,20 +25,50 @@ def stdout() -> Console:
     return Console(width=None if sys.stdout.isatty() else UNLIMITED, highlight=False)
 
 
-def print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """A line a row; where that is wider than the terminal, a paragraph a row: folded cells can't be read. Empty columns are left out."""
+def print_table(rows: Sequence[Mapping[str, str]], brief: Sequence[Brief] = ()) -> None:
+    """A line a row, empty columns left out. Where that is wider than the terminal, the brief rows; without them, or where those don't fit
+    either, a paragraph a row: folded cells can't be read."""
     if not rows:
         return
+    console, table = stdout(), _table(rows, box=None)
+    if _width(console, table) <= console.width:
+        _print(console, table)
+    elif not (brief and _print_brief(console, brief)):
+        for row in rows:
+            print_fields(row)
+
+
+def _print_brief(console: Console, rows: Sequence[Brief]) -> bool:
+    """Names that are too long lose their beginning: in a model they have that in common. False when that doesn't help."""
+    cells = [dict(row) for row, _ in rows]
+    name = next(iter(cells[0]))
+    longest = max(len(row[name]) for row in cells)
+    room = longest - max(_width(console, _table(cells, **TIGHT)) - console.width, 0)
+    if room < min(longest, SHORTEST_NAME):
+        return False
+    for row in cells:
+        row[name] = row[name] if len(row[name]) <= room else f"…{row[name][len(row[name]) - room + 1 :]}"
+    heading, *lines = _lines(console, _table(cells, **TIGHT))
+    print(heading)
+    for line, (_, below) in zip(lines, rows, strict=True):
+        print(line)
+        for text in below:
+            print("\n".join(textwrap.wrap(visible(text), console.width, initial_indent="  ", subsequent_indent="    ")))
+    return True
+
+
+def _table(rows: Sequence[Mapping[str, str]], **style: Any) -> Table:
+    """Without the columns that are empty."""
     headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
-    console, table = stdout(), Table(*headings, box=None)
+    table = Table(*headings, **style)
     for row in rows:
         table.add_row(*(escape(visible(row[heading])) for heading in headings))
-    unlimited = console.options.update(max_width=UNLIMITED)
-    if Measurement.get(console, unlimited, table).maximum <= console.width:
-        _print(console, table)
-        return
-    for row in rows:
-        print_fields(row)
+    return table
+
+
+def _width(console: Console, table: Table) -> int:
+    """Of its longest lines."""
+    return Measurement.get(console, console.options.update(max_width=UNLIMITED), table).maximum
 
 
 def print_fields(fields: Mapping[str, str]) -> None:
@@ -57,7 +92,11 @@ def print_heading(text: str) -> None:
 
 
 def _print(console: Console, shown: RenderableType) -> None:
+    print("\n".join(_lines(console, shown)))
+
+
+def _lines(console: Console, shown: RenderableType) -> list[str]:
     """Without the blanks that fill a table's last column."""
     with console.capture() as captured:
         console.print(shown)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    return [line.rstrip() for line in captured.get().splitlines()]

@@ -11,7 +11,7 @@ import tvmfuse
 
 from ..errors import DeviceError, TooNoisy, UsageError
 from .arguments import AsJson, Logs, Model, Numerics, Rpc, Shapes, Threads, parse_shapes
-from .output import cells, counted, describe, say
+from .output import brief, cells, counted, describe, say
 
 if TYPE_CHECKING:
     from ..decide.search import Allotment
@@ -52,7 +52,7 @@ def tune(
     if as_json:
         typer.echo(json.dumps({"left": summary.left, "sites": [{**describe(site), "this_run": outcome} for site, outcome in became]}))
     else:
-        print_table([{**cells(site), "this run": outcome} for site, outcome in became])
+        print_table([{**cells(site), "this run": outcome} for site, outcome in became], [brief(*each) for each in became])
     say(str(summary))
     if summary.left:
         say(f"the same command again goes on with what is left: {counted(summary.left, 'different site')}")
@@ -68,20 +68,29 @@ def show_plan(plan: Allotment, as_json: bool) -> None:
 
     planned = [*plan.shares, *((demand, 0.0) for demand in plan.unreached)]
     if as_json:
-        rows = [
-            {"workload": str(d.workload), "workload_hash": d.workload.hash(), "count": d.count, "expected_gain_s": d.gain_s, "seconds": s}
+        told = [
+            {
+                "site": d.name,
+                "workload": str(d.workload),
+                "workload_hash": d.workload.hash(),
+                "count": d.count,
+                "expected_gain_s": d.gain_s,
+                "seconds": s,
+            }
             for d, s in planned
         ]
-        typer.echo(json.dumps(rows))
+        typer.echo(json.dumps(told))
         return
-    print_table(
-        [
+    rows = [
+        (
             {
-                "site": str(demand.workload),
+                "site": demand.name,
                 "times": str(demand.count),
                 "expected gain us": f"{demand.gain_s * demand.count * 1e6:.3g}",
                 "seconds": f"{seconds:.1f}" if seconds else "not reached",
-            }
-            for demand, seconds in planned
-        ]
-    )
+            },
+            (str(demand.workload),),
+        )
+        for demand, seconds in planned
+    ]
+    print_table([{**row, "computes": text} for row, (text,) in rows], rows)

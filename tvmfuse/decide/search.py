@@ -379,11 +379,12 @@ def _shares(total: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Demand:
-    """A site that wants to be tuned: how often the model runs it, and what each run may gain in seconds."""
+    """A site that wants to be tuned: how often the model runs it, what each run may gain in seconds, and what the first is called."""
 
     workload: Workload
     count: int
     gain_s: float
+    name: str = ""
 
 
 @dataclass(frozen=True)
