@@ -10,12 +10,14 @@ from .canonical import canonical
 from .hoist import HoistEpilogue
 from .layout import ChannelsLast
 from .pointwise import PointwiseToMatmul
+from .shuffle import SinkShuffle
 from .simplify import Simplify
 
 PHASES: tuple[tuple[str, Callable[[], Pass]], ...] = (
     ("canonical", canonical),
     ("layout", ChannelsLast),
     ("pointwise", PointwiseToMatmul),
+    ("shuffle", SinkShuffle),
     ("hoist", HoistEpilogue),
     ("simplify", Simplify),
 )

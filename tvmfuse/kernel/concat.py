@@ -69,20 +69,13 @@ def writing(func: tirx.PrimFunc, columns: Columns) -> tirx.PrimFunc:
     """
     old, size = func.params[-1], math.prod(columns.shape)
     new = tirx.decl_buffer(columns.shape, columns.dtype, name=old.name, data_alignment=old.ty.data_alignment)
-    views: list[Var] = []
-
-    def declared(declaration: tirx.DeclBuffer) -> None:
-        if isinstance(declaration.data, Call) and declaration.data.args[0].same_as(old):
-            views.append(declaration.buffer)
-
-    tvm_ffi.structural_walk(func.body, ((tirx.DeclBuffer,), declared))
-    (view,) = views
+    view = view_of(func, old)
     whole = tirx.decl_buffer((size,), columns.dtype, name=view.name, data_alignment=view.ty.data_alignment)
 
     def moved(index: Expr) -> Expr:
         if isinstance(index, tirx.Ramp):
             return tirx.Ramp(moved(index.base), index.stride, index.lanes)
-        rows, column = _split(index, columns.width)
+        rows, column = split_rows(index, columns.width)
         return rows * columns.shape[-1] + column + columns.first
 
     def store(node: tirx.BufferStore) -> tirx.BufferStore:
@@ -101,13 +94,26 @@ def writing(func: tirx.PrimFunc, columns: Columns) -> tirx.PrimFunc:
     return tirx.PrimFunc([*func.params[:-1], new], body, func.ret_type, attrs=func.attrs).with_attr(WRITTEN_ATTR, written)
 
 
-def _split(offset: Expr, width: int) -> tuple[Any, Any]:
+def view_of(func: tirx.PrimFunc, param: Var) -> Var:
+    """The linear view through which a kernel of ours addresses one of its parameters."""
+    views: list[Var] = []
+
+    def declared(declaration: tirx.DeclBuffer) -> None:
+        if isinstance(declaration.data, Call) and declaration.data.args[0].same_as(param):
+            views.append(declaration.buffer)
+
+    tvm_ffi.structural_walk(func.body, ((tirx.DeclBuffer,), declared))
+    (view,) = views
+    return view
+
+
+def split_rows(offset: Expr, width: int) -> tuple[Any, Any]:
     """(row, column) of a linear offset, a sum of products, in rows of `width`."""
     match offset:
         case tirx.IntImm():
             return divmod(int(offset.value), width)
         case tirx.Add():
-            (row, column), (more_rows, more_columns) = _split(offset.a, width), _split(offset.b, width)
+            (row, column), (more_rows, more_columns) = split_rows(offset.a, width), split_rows(offset.b, width)
             return row + more_rows, column + more_columns
         case tirx.Mul(b=tirx.IntImm()) if int(offset.b.value) % width == 0:
             return offset.a * (int(offset.b.value) // width), 0

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import tvm
 from tvm import relax
 from tvm.relax import Expr, Var
 
 from ..graph.rewrite import Rewriter, array_of, constant, is_static, op_name, shape_of, substitute
+from ..graph.shuffle import Shuffle, shuffle_by
 from ..graph.sites import FoundSite
-from ..values import Candidate, Machine, Workload
+from ..values import Candidate, Conv2d, Machine, Workload
 from . import build_kernel
 from .concat import Columns, concatenations, writing
 from .emit import redeclared
 from .family import Kernel, Launch
+from .shuffled import reading, reads_scalars
 
 Choose = Callable[[Workload], Candidate]
 
@@ -52,7 +55,7 @@ class _Lowering(Rewriter):
         self._sites = {site.result: site for site in sites}
         self._choose, self._machine = choose, machine
         self._kernels: dict[tuple[Workload, Candidate], Kernel] = {}
-        self._functions: dict[tuple[Workload, int, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], int] | None], tvm.ir.GlobalVar] = {}
+        self._functions: dict[tuple[Any, ...], tvm.ir.GlobalVar] = {}
         self._columns: dict[Var, Columns] = {}  # of the sites' results that are written into a concatenation
         for parts in concatenations(mod["main"]):
             if all(part in self._sites and self._writes_rows(self._sites[part], parts[part].width) for part in parts):
@@ -72,13 +75,16 @@ class _Lowering(Rewriter):
             return value
         kernel = self._kernel(site.workload)
         held = {i: self._input(substitute(expr, self.replaced), kernel, i) for i, expr in enumerate(site.inputs)}
+        shuffle = self._shuffle(site, kernel)
+        if shuffle:
+            held[0] = self.producer(held[0]).args[0]
         shapes = {i: buffer.shape for i, buffer in enumerate(kernel.buffers)} | {i: shape_of(value) for i, value in held.items()}
         if len(kernel.results) == 1:
             shapes[kernel.results[0]] = shape_of(self.var)
         names, results = [], None
         for number, launch in enumerate(kernel.launches):
             columns = self._columns.get(self.var) if launch is kernel.launches[-1] else None
-            function = self._function(site.workload, launch, number, [shapes[i] for i in launch.args], columns)
+            function = self._function(site.workload, launch, number, [shapes[i] for i in launch.args], columns, shuffle)
             names.append(function.name_hint)
             if launch.flop:
                 self.anchors[function.name_hint] = launch.flop, launch.passes
@@ -118,6 +124,17 @@ class _Lowering(Rewriter):
             value = producer.args[0]
         return value
 
+    def _shuffle(self, site: FoundSite, kernel: Kernel) -> Shuffle | None:
+        """Of the channels that a convolution reads, if it alone reads the shuffled ones, in single elements."""
+        value, workload = substitute(site.inputs[0], self.replaced), site.workload
+        if not isinstance(workload.anchor, Conv2d) or workload.family != "conv2d":
+            return None
+        while self.single_user(value) and op_name(producer := self.producer(value)) == "reshape":
+            value = producer.args[0]
+        shuffle = shuffle_by(self.producer(value), workload.anchor.ci) if self.single_user(value) else None
+        readers = [launch for launch in kernel.launches if 0 in launch.args]
+        return shuffle if all(reads_scalars(launch.func, launch.args.index(0)) for launch in readers) else None
+
     def _kernel(self, workload: Workload) -> Kernel:
         key = workload, self._choose(workload)
         if key not in self._kernels:
@@ -125,13 +142,21 @@ class _Lowering(Rewriter):
         return self._kernels[key]
 
     def _function(
-        self, workload: Workload, launch: Launch, number: int, shapes: Sequence[tuple[int, ...]], columns: Columns | None = None
+        self,
+        workload: Workload,
+        launch: Launch,
+        number: int,
+        shapes: Sequence[tuple[int, ...]],
+        columns: Columns | None = None,
+        shuffle: Shuffle | None = None,
     ) -> tvm.ir.GlobalVar:
-        """The launch's function in the module; one for all sites of the workload that store their tensors in the same shapes."""
-        key = workload, number, tuple(shapes), (columns.shape, columns.first) if columns else None
+        """The launch's function in the module; one for all sites of the workload that store their tensors in the same shapes and order."""
+        shuffle = shuffle if 0 in launch.args else None
+        key = workload, number, tuple(shapes), (columns.shape, columns.first) if columns else None, shuffle
         if key not in self._functions:
             func = redeclared(launch.func, shapes)
             func = writing(func, columns) if columns else func
+            func = reading(func, launch.args.index(0), shuffle) if shuffle else func
             name = f"{func.attrs['global_symbol']}_{workload.hash()}_{number}"
             self._functions[key] = self._builder.add_func(func.without_attr("global_symbol"), name)
         return self._functions[key]

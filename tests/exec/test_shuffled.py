@@ -1,0 +1,132 @@
+"""Shuffles of channels that a convolution reads through: the values of a copy, whatever the tile, the placement and the threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx.reference
+import pytest
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+import tvmfuse
+from tvmfuse.building import compile_model, plan_for, prepare
+from tvmfuse.choose import Chooser
+from tvmfuse.graph.rewrite import op_name
+from tvmfuse.kernel import candidates, grain
+from tvmfuse.kernel.lower import lower_sites
+
+N, H, W = 2, 5, 7
+
+
+def model(
+    channels: int, groups: int, last: tuple[tuple[int, ...], dict[str, object]], depthwise: bool = True, read_twice: bool = False
+) -> ModelProto:
+    """conv(depthwise(shuffle(relu(conv(x)))) + bias): a unit of ShuffleNet; `last` are the weights and attributes of its last one."""
+    random = np.random.default_rng(1)
+    weights: list[TensorProto] = []
+
+    def constant(array: np.ndarray) -> str:
+        weights.append(numpy_helper.from_array(array, f"c{len(weights)}"))
+        return weights[-1].name
+
+    def taps(*shape: int) -> str:
+        return constant((random.standard_normal(shape) / 2).astype(np.float32))
+
+    def shape(*extents: int) -> str:
+        return constant(np.array(extents, np.int64))
+
+    nodes: list[NodeProto] = [
+        helper.make_node("Conv", ["x", taps(channels, 6, 1, 1)], ["a"]),
+        helper.make_node("Relu", ["a"], ["b"]),
+        helper.make_node("Reshape", ["b", shape(N, groups, channels // groups, H, W)], ["split"]),
+        helper.make_node("Transpose", ["split"], ["swapped"], perm=[0, 2, 1, 3, 4]),
+        helper.make_node("Reshape", ["swapped", shape(N, channels, H, W)], ["shuffled"]),
+    ]
+    if depthwise:
+        taken = ["shuffled", taps(channels, 1, 3, 3), taps(channels)]
+        nodes.append(helper.make_node("Conv", taken, ["d"], pads=[1, 1, 1, 1], strides=[2, 1], group=channels))
+    kernel, attributes = last
+    nodes.append(helper.make_node("Conv", ["d" if depthwise else "shuffled", taps(*kernel)], ["y"], **attributes))
+    if read_twice:
+        nodes.append(helper.make_node("Neg", ["shuffled"], ["z"]))
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (N, 6, H, W))],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", "c", "h", "w"]) for name in (["y", "z"] if read_twice else ["y"])],
+        weights,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def permutations(proto: ModelProto) -> int:
+    """How many of five axes, which a shuffle's are, are left once the sites are kernels."""
+    prepared, plan = prepare(proto), plan_for(None, 1, "always", None)
+    main = lower_sites(prepared.mod, prepared.sites, plan.chooser, plan.machine).mod["main"]
+    calls = [binding.value for binding in main.body.blocks[0].bindings]
+    return sum(op_name(call) == "permute_dims" and len(call.args[0].ty.shape) == 5 for call in calls)
+
+
+def assert_right(proto: ModelProto) -> None:
+    feeds = {"x": np.random.default_rng(0).standard_normal((N, 6, H, W), np.float32)}
+    wanted = onnx.reference.ReferenceEvaluator(proto).run(None, feeds)
+    results = [tvmfuse.build(proto, fuse=fuse, threads=threads).run(None, feeds) for fuse, threads in (("always", 1), ("never", 2))]
+    for result in results:
+        for got, same, right in zip(result, results[0], wanted, strict=True):
+            assert got.tobytes() == same.tobytes()
+            np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def small_kernels_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grain, "SPLIT_PAYS_S", -1.0)
+
+
+POINTWISE = {"group": 2}
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups", "last"),
+    [
+        (136, 4, ((136, 34, 1, 1), {"group": 4})),  # 34 channels a group: the second one starts in the middle of a row of the shuffle
+        (30, 3, ((34, 15, 1, 1), {"group": 2})),
+        (24, 2, ((9, 8, 2, 3), {"group": 3, "dilations": [1, 2], "strides": [1, 2]})),
+        (12, 3, ((5, 12, 3, 2), {})),
+    ],
+    ids=["4 groups", "other groups", "window", "ungrouped"],
+)
+def test_a_convolution_reads_through_a_shuffle(channels: int, groups: int, last: tuple[tuple[int, ...], dict[str, object]]) -> None:
+    proto = model(channels, groups, last)
+    assert permutations(proto) == 0
+    assert_right(proto)
+
+
+def test_a_shuffle_right_before_it_is_read_through() -> None:
+    proto = model(24, 3, ((8, 12, 1, 1), POINTWISE), depthwise=False)
+    assert permutations(proto) == 0
+    assert_right(proto)
+
+
+@pytest.mark.parametrize(
+    "proto",
+    [
+        model(24, 3, ((8, 12, 1, 1), POINTWISE), depthwise=False, read_twice=True),
+        model(32, 4, ((1, 32, 2, 2), {})),  # a dot product loads vectors of channels
+        model(24, 3, ((16, 12, 3, 3), {"group": 2, "pads": [1, 0, 1, 0]})),  # the default copies the image into its padding
+    ],
+    ids=["read twice", "dot product", "padded"],
+)
+def test_others_are_copied(proto: ModelProto) -> None:
+    assert permutations(proto) == 1
+    assert_right(proto)
+
+
+def test_every_tile_gives_the_same_bits() -> None:
+    prepared, plan = prepare(model(24, 3, ((40, 12, 1, 1), POINTWISE))), plan_for(None, 1, "always", None)
+    (workload,) = [site.workload for site in prepared.sites if site.workload.family == "conv2d"]
+    tiles = candidates(workload, plan.machine)
+    feeds = {"x": np.random.default_rng(0).standard_normal((N, 6, H, W), np.float32)}
+    results = set()
+    for candidate in (*tiles[:2], *tiles[-2:]):
+        session = compile_model(prepared, plan, Chooser("always", plan.machine, tried={workload: candidate}))
+        results.add(session.run(None, feeds)[0].tobytes())
+    assert len(results) == 1
