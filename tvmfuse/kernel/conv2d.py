@@ -14,6 +14,7 @@ Source    direct convolution with register blocking over pixels and channels: Zh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from tvm.ir import Expr
@@ -22,7 +23,7 @@ from ..errors import ScheduleRefused
 from ..values import Candidate, Conv2d, Epilogue, Machine, Workload
 from . import emit, window
 from .dot import DotTile
-from .emit import Flat, Index, RegisterTile
+from .emit import Flat, Index, RegisterTile, Tiling
 from .family import Buffer, Kernel, Launch
 from .forms import LOGICAL_LANES
 from .grain import compute_seconds, threads_for
@@ -98,7 +99,7 @@ def _padding_modes(anchor: Conv2d) -> tuple[str, ...]:
 
 
 def _few_borders(anchor: Conv2d, tw: int) -> bool:
-    return len(window.border_tiles(anchor.ow, tw, lambda first, count: crosses(anchor, first, count))[1]) <= window.MAX_BORDER_TILES
+    return len(window.border_tiles(anchor.ow, tw, partial(crosses, anchor))[1]) <= window.MAX_BORDER_TILES
 
 
 def crosses(anchor: Conv2d, first: int, count: int) -> bool:
@@ -153,11 +154,11 @@ def _body(
     taps = anchor.kh * anchor.kw * channels
     row_stride, pixel_stride = image.strides[1], image.strides[2]
 
-    def micro(n: Index, group: Index, panel: Index, width: int, oh0: Index, rows: int, ow0: Index, columns: int) -> None:
+    def micro(n: Index, group: Index, channel0: Index, width: int, oh0: Index, rows: int, ow0: Index, columns: int) -> None:
         tile = RegisterTile(rows * columns, width, emit.lanes_for(width, lanes), anchor.dtype)
         products = DotTile(rows * columns, anchor.dtype) if is_dot(anchor) else None
         panel_width = tile.vectors * tile.lanes
-        weights = (group * emit.padded(per_group, nr, lanes) + panel * nr) * taps
+        weights = (group * emit.padded(per_group, nr, lanes) + channel0) * taps
 
         def first_channel(pixel: int, kh: Index, kw: Index) -> Index | None:
             """Where the channels that a tap of an output pixel reads begin; None outside of the image."""
@@ -214,26 +215,17 @@ def _body(
             epilogue,
             operands,
             out,
-            lambda row: [n, oh0 + row // columns, ow0 + row % columns, group * per_group + panel * nr],
+            lambda row: [n, oh0 + row // columns, ow0 + row % columns, group * per_group + channel0],
         )
 
-    panels, row_tiles, column_tiles = -(-per_group // nr), -(-anchor.oh // th), -(-anchor.ow // tw)
-    with emit.shared_loop(anchor.groups * panels * anchor.n * row_tiles * column_tiles, threads) as work:
-        group, panel, n, row_tile, column_tile = emit.unravel(work, (anchor.groups, panels, anchor.n, row_tiles, column_tiles))
-
-        def with_width(width: int) -> None:
-            emit.with_tail(row_tile, anchor.oh, th, lambda rows: with_rows(width, rows))
-
-        def with_rows(width: int, rows: int) -> None:
-            window.over_tiles(
-                column_tile,
-                anchor.ow,
-                tw,
-                lambda first, count: inline and crosses(anchor, first, count),
-                lambda first, count: micro(n, group, panel, width, row_tile * th, rows, first, count),
-            )
-
-        emit.with_tail(panel, per_group, nr, with_width)
+    axes = (
+        Tiling(anchor.groups),
+        Tiling(per_group, nr),
+        Tiling(anchor.n),
+        Tiling(anchor.oh, th),
+        window.Windows(anchor.ow, tw, partial(crosses, anchor) if inline else window.never),
+    )
+    emit.shared_tiles(axes, threads, lambda group, channels, n, rows, columns: micro(n[0], group[0], *channels, *rows, *columns))
 
 
 def pack(anchor: Conv2d, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:

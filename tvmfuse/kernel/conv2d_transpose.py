@@ -22,12 +22,11 @@ from functools import partial
 
 import numpy as np
 from tvm.ir import Expr
-from tvm.script.ir_builder import tirx as T
 
 from ..errors import ScheduleRefused
 from ..values import Candidate, Conv2dTranspose, Epilogue, Machine, Workload
 from . import emit, window
-from .emit import Flat, Index, RegisterTile
+from .emit import Flat, Index, RegisterTile, Tiling
 from .family import Buffer, Kernel, Launch
 from .grain import compute_seconds, stream_seconds, threads_for
 from .matmul import panelled
@@ -196,10 +195,12 @@ def _body(
     image = window.pad(x, border(anchor), lanes, threads) if candidate["pad"] == "copy" else x
     taps = anchor.kh * anchor.kw * channels
 
-    def micro(n: Index, group: Index, panel: Index, width: int, y: Phase, y0: Index, rows: int, x: Phase, x0: Index, columns: int) -> None:
+    def micro(
+        n: Index, group: Index, channel0: Index, width: int, y: Phase, y0: Index, rows: int, x: Phase, x0: Index, columns: int
+    ) -> None:
         tile = RegisterTile(rows * columns, width, emit.lanes_for(width, lanes), anchor.dtype)
         panel_width = tile.vectors * tile.lanes
-        weights = (group * emit.padded(per_group, nr, lanes) + panel * nr) * taps
+        weights = (group * emit.padded(per_group, nr, lanes) + channel0) * taps
 
         def input_row(i: Index) -> Index:
             return y0 + (y.offset + top) - i * y.drop
@@ -220,7 +221,7 @@ def _body(
 
             def read(pixel: Index, ci: Index, vector: int) -> Expr:
                 if depthwise:
-                    return image.load(pixel + panel * nr + vector * tile.lanes, tile.lanes, tile.valid(vector))
+                    return image.load(pixel + channel0 + vector * tile.lanes, tile.lanes, tile.valid(vector))
                 return emit.splat(image.scalar(pixel + group * channels + ci), tile.lanes)
 
             zero = emit.constant(0.0, anchor.dtype, tile.lanes)
@@ -248,41 +249,35 @@ def _body(
 
         def index(row: Index) -> list[Index]:
             oh, ow = (y0 + row // columns) * anchor.stride[0] + y.start, (x0 + row % columns) * anchor.stride[1] + x.start
-            return [n, oh, ow, group * per_group + panel * nr]
+            return [n, oh, ow, group * per_group + channel0]
 
         store_tile(tile, candidate.placement, epilogue, operands, out, index)
 
-    panels, row_tiles = -(-per_group // nr), -(-phases(anchor, 0)[0].outputs // th)
-    # a panel of dense weights stays in cache while the image passes; of a depthwise one there is little, so the image stays
-    order = (0, 1, 2, 3) if not depthwise else (2, 3, 0, 1)
-    extents = (groups, panels, anchor.n, row_tiles)
-    with emit.shared_loop(math.prod(extents), threads) as work:
-        position = dict(zip(order, emit.unravel(work, [extents[axis] for axis in order]), strict=True))
-        group, panel, n, row_tile = (position[axis] for axis in range(4))
+    row_tiles = Tiling(phases(anchor, 0)[0].outputs, th).count
 
-        def with_width(width: int) -> None:
-            for y in phases(anchor, 0):
-                in_phase = -(-y.outputs // th)
-                if in_phase < row_tiles:  # the last output rows don't reach this phase
-                    with T.If(row_tile < in_phase), T.Then():
-                        with_phase(width, y)
-                else:
-                    with_phase(width, y)
+    def all_phases(n: Index, row_tile: Index, group: Index, channel0: Index, width: int) -> None:
+        for y in phases(anchor, 0):
+            rows = Tiling(y.outputs, th)
+            with_rows = partial(columns, n, group, channel0, width, y)
+            if rows.count < row_tiles:  # the last output rows don't reach this phase
+                emit.when(row_tile < rows.count, partial(rows.at, row_tile, with_rows))
+            else:
+                rows.at(row_tile, with_rows)
 
-        def with_phase(width: int, y: Phase) -> None:
-            emit.with_tail(row_tile, y.outputs, th, lambda rows: with_rows(width, y, rows))
+    def columns(n: Index, group: Index, channel0: Index, width: int, y: Phase, y0: Index, rows: int) -> None:
+        for x in phases(anchor, 1):
+            crossing = partial(crosses, anchor, x) if inline else window.never
+            window.Windows(x.outputs, tw, crossing).each(partial(micro, n, group, channel0, width, y, y0, rows, x))
 
-        def with_rows(width: int, y: Phase, rows: int) -> None:
-            for x in phases(anchor, 1):
-                body = partial(micro, n, group, panel, width, y, row_tile * th, rows, x)
-                crossing = partial(crosses, anchor, x) if inline else never
-                with emit.loop(-(-x.outputs // tw)) as column_tile:
-                    window.over_tiles(column_tile, x.outputs, tw, crossing, body)
-
-        def never(first: int, count: int) -> bool:
-            return False
-
-        emit.with_tail(panel, per_group, nr, with_width)
+    image_axes, channel_axes = (Tiling(anchor.n), Tiling(row_tiles)), (Tiling(groups), Tiling(per_group, nr))
+    if depthwise:  # there is little of its weights, so the image stays in cache while they pass
+        emit.shared_tiles(
+            (*image_axes, *channel_axes), threads, lambda n, row_tile, group, panel: all_phases(n[0], row_tile[0], group[0], *panel)
+        )
+    else:  # a panel of weights stays while the image passes
+        emit.shared_tiles(
+            (*channel_axes, *image_axes), threads, lambda group, panel, n, row_tile: all_phases(n[0], row_tile[0], group[0], *panel)
+        )
 
 
 def pack(anchor: Conv2dTranspose, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:

@@ -9,12 +9,14 @@ Strategy
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from ..values import Candidate, Conv2d, Epilogue, Machine, Workload
 from . import emit, window
 from .conv2d import crosses
-from .emit import Flat, Index, RegisterTile
+from .emit import Flat, Index, RegisterTile, Tiling
 from .family import Buffer, Kernel, Launch
 from .grain import stream_seconds, threads_for
 from .placement import store_tile
@@ -50,7 +52,7 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
 
 
 def _borders(anchor: Conv2d, tw: int) -> list[int]:
-    return window.border_tiles(anchor.ow, tw, lambda first, count: crosses(anchor, first, count))[1]
+    return window.border_tiles(anchor.ow, tw, partial(crosses, anchor))[1]
 
 
 def candidates(workload: Workload, machine: Machine) -> tuple[Candidate, ...]:
@@ -121,11 +123,8 @@ def _body(
 
     with emit.shared_loop(anchor.n * anchor.oh, candidate["threads"]) as line:
         n, oh = line // anchor.oh, line % anchor.oh
-        window.each_tile(
-            anchor.ow,
-            tw,
-            lambda first, count: crosses(anchor, first, count),
-            lambda first, count: emit.tiled(anchor.co, nr, lambda channel0, width: micro(n, oh, first, count, channel0, width)),
+        window.Windows(anchor.ow, tw, partial(crosses, anchor)).each(
+            lambda first, count: Tiling(anchor.co, nr).each(lambda channel0, width: micro(n, oh, first, count, channel0, width))
         )
 
 

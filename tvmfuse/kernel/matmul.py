@@ -20,7 +20,7 @@ from tvm.ir import Expr
 from ..values import ITEM_BYTES, Candidate, Epilogue, Machine, Matmul, Workload
 from . import emit
 from .dot import DotTile
-from .emit import Flat, Index, RegisterTile
+from .emit import Flat, Index, RegisterTile, Tiling
 from .family import Buffer, Kernel, Launch
 from .forms import LOGICAL_LANES
 from .grain import compute_seconds, threads_for
@@ -177,13 +177,11 @@ def _body(
             lambda row: [row0 + row if axis == "m" else position[axis] for axis in anchor.c],
         )
 
-    rows, columns = (anchor.m, mr), (anchor.n, nr)
+    batch, rows, columns = Tiling(anchor.batch), Tiling(anchor.m, mr), Tiling(anchor.n, nr)
     if candidate["order"] == "rows":
-        emit.shared_tiles(anchor.batch, rows, columns, candidate["threads"], micro)
+        emit.shared_tiles((batch, rows, columns), candidate["threads"], lambda b, m, n: micro(b[0], *m, *n))
     else:
-        emit.shared_tiles(
-            anchor.batch, columns, rows, candidate["threads"], lambda batch, n0, width, m0, count: micro(batch, m0, count, n0, width)
-        )
+        emit.shared_tiles((batch, columns, rows), candidate["threads"], lambda b, n, m: micro(b[0], *m, *n))
 
 
 def pack(anchor: Matmul, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:

@@ -7,9 +7,10 @@ Padding is either a zero-bordered copy of the input, made first ("copy"), or tak
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from . import emit
-from .emit import Flat, Index
+from .emit import Flat, Index, Tiling
 
 # Tiles that cross the left or right border are emitted one by one with their position known; beyond this many, copying is the better way.
 MAX_BORDER_TILES = 4
@@ -23,42 +24,49 @@ def border_tiles(extent: int, tile: int, crosses: Callable[[int, int], bool]) ->
     return inside, [t for t in range(total) if t not in inside]
 
 
-def over_tiles(index: Index, extent: int, tile: int, crosses: Callable[[int, int], bool], body: Callable[[Index, int], None]) -> None:
-    """body(first output, outputs) for tile number `index`; the first output is a Python int wherever the window may leave the image."""
-    inside, others = border_tiles(extent, tile, crosses)
+def never(first: int, count: int) -> bool:
+    """Of windows that all lie inside the image, because it has no border or a copied one."""
+    return False
 
-    def special(remaining: list[int]) -> None:
-        position, *rest = remaining
-        size = min(tile, extent - position * tile)
-        if rest:
-            emit.either(index == position, lambda: body(position * tile, size), lambda: special(rest))
+
+@dataclass(frozen=True)
+class Windows(Tiling):
+    """Outputs of a row in tiles, of which those that read outside of the image are emitted apart, their first output a Python int."""
+
+    crosses: Callable[[int, int], bool] = never
+
+    def each(self, body: Callable[[Index, int], None]) -> None:
+        inside, others = border_tiles(self.extent, self.size, self.crosses)
+        for tile in others:
+            if not inside or tile < inside.start:
+                self._apart(tile, body)
+        if inside:
+            with emit.loop(len(inside)) as step:
+                body((step + inside.start) * self.size, self.size)
+        for tile in others:
+            if inside and tile >= inside.stop:
+                self._apart(tile, body)
+
+    def at(self, index: Index, body: Callable[[Index, int], None]) -> None:
+        inside, others = border_tiles(self.extent, self.size, self.crosses)
+
+        def special(remaining: list[int]) -> None:
+            tile, *rest = remaining
+            if rest:
+                emit.either(index == tile, lambda: self._apart(tile, body), lambda: special(rest))
+            else:
+                self._apart(tile, body)
+
+        if not others:
+            body(index * self.size, self.size)
+        elif not inside:
+            special(others)
         else:
-            body(position * tile, size)
+            within = (index >= inside.start) & (index < inside.stop)
+            emit.either(within, lambda: body(index * self.size, self.size), lambda: special(others))
 
-    if not others:
-        body(index * tile, tile)
-    elif not inside:
-        special(others)
-    elif isinstance(index, int):
-        body(index * tile, min(tile, extent - index * tile))
-    else:
-        within = (index >= inside.start) & (index < inside.stop)
-        emit.either(within, lambda: body(index * tile, tile), lambda: special(others))
-
-
-def each_tile(extent: int, tile: int, crosses: Callable[[int, int], bool], body: Callable[[Index, int], None]) -> None:
-    """As `over_tiles` for all tiles in order: those inside the image in a loop, which asks nothing."""
-    inside, others = border_tiles(extent, tile, crosses)
-
-    def special(remaining: list[int]) -> None:
-        for position in remaining:
-            body(position * tile, min(tile, extent - position * tile))
-
-    special([t for t in others if not inside or t < inside.start])
-    if inside:
-        with emit.loop(len(inside)) as step:
-            body((step + inside.start) * tile, tile)
-        special([t for t in others if t >= inside.stop])
+    def _apart(self, tile: int, body: Callable[[Index, int], None]) -> None:
+        body(tile * self.size, min(self.size, self.extent - tile * self.size))
 
 
 def pad(source: Flat, padding: tuple[int, int, int, int], lanes: int, threads: int) -> Flat:
