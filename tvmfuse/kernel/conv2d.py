@@ -29,7 +29,7 @@ from .forms import LOGICAL_LANES
 from .grain import compute_seconds, threads_for
 from .matmul import panelled
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, tile_cycles, unroll
+from .space import assemble, candidates_of, check_tile, registers_of, tile_cycles, unroll
 
 # Steps of a reduction that LLVM unrolls whole, with the weights of the next steps loaded ahead.
 UNROLLED = 18
@@ -47,13 +47,11 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
     for vectors in range(1, min(8, -(-per_group // lanes)) + 1):
         for th, tw in _blocks(anchor, vectors, machine):
             found.append((_tile_cycles(anchor, th, tw, vectors * lanes, machine), th, tw, vectors))
-    modes = _padding_modes(anchor)
     steps = channels if channels <= 4 else 2
     return [
         {"th": th, "tw": tw, "nr": vectors * lanes, "ku": unroll(th * tw * vectors, vectors, steps, machine), "pad": mode, "threads": split}
         for _, th, tw, vectors in sorted(found)
-        for mode in modes
-        if mode != "inline" or (th == 1 and _few_borders(anchor, tw))
+        for mode in _padding_modes(anchor, th, tw, vectors, machine)
     ]
 
 
@@ -81,8 +79,8 @@ def cycles(workload: Workload, candidate: Candidate, machine: Machine) -> float:
 
 
 def _blocks(anchor: Conv2d, vectors: int, machine: Machine) -> Iterator[tuple[int, int]]:
-    # 14x32 spills on 100x96x2->64 in 2 groups (322 us), 12x32 doesn't (167 us)
-    ahead = 2 if anchor.kh * anchor.kw * (anchor.ci // anchor.groups) <= UNROLLED else 0
+    # 12x32 spills on 100x96x2->64 in 2 groups (178 us), 11x32 doesn't (108 us)
+    ahead = 3 if anchor.kh * anchor.kw * (anchor.ci // anchor.groups) <= UNROLLED else 0
     each = max(1, LOGICAL_LANES // machine.isa.lanes(anchor.dtype)) if is_dot(anchor) else 1  # vectors of an accumulator
     for tw in range(1, min(anchor.ow, 28) + 1):
         for th in range(1, anchor.oh + 1):
@@ -93,9 +91,19 @@ def _blocks(anchor: Conv2d, vectors: int, machine: Machine) -> Iterator[tuple[in
             yield th, tw
 
 
-def _padding_modes(anchor: Conv2d) -> tuple[str, ...]:
-    """A copy leaves one loop nest for all tiles: it wins on stems of 1 to 3 channels too (102 against 86 GFLOP/s, 110 against 80)."""
-    return ("copy", "inline") if any(anchor.padding) else ("none",)
+def _padding_modes(anchor: Conv2d, th: int, tw: int, vectors: int, machine: Machine) -> tuple[str, ...]:
+    """The better one first. Inline saves the copy (5 % of 224x224x64), but has each row of taps in a loop of its own, which loads ahead:
+    a tile that leaves few registers then spills, sooner where channels are few and LLVM unrolls them (7x7 stem in 12x32 tiles: 2,469 us
+    against 2,188 with a copy, in 5x64 tiles 2,070 against 2,172; 11x32 tiles of 100x32x1->64 43 against 37).
+    """
+    if not any(anchor.padding):
+        return ("none",)
+    if th > 1 or not _few_borders(anchor, tw):
+        return ("copy",)
+    channels = anchor.ci // anchor.groups
+    needed = registers_of(th * tw, vectors) + (2 if channels > 4 else 6)
+    inline_first = anchor.kh * anchor.kw * channels > UNROLLED and needed < machine.isa.registers
+    return ("inline", "copy") if inline_first else ("copy", "inline")
 
 
 def _few_borders(anchor: Conv2d, tw: int) -> bool:

@@ -23,6 +23,9 @@ def tile_cycles(
     Per step of the reduction a tile of r rows x v vectors issues r * v FMAs and r + v loads. Two of each a cycle, one where vectors
     have 64 bytes; no accumulator is updated more often than every 4 cycles, an FMA's latency. The last term breaks ties for square
     tiles, which load least. Smaller tiles at the edges count with their own cost. width and lanes in elements.
+
+    A tile's end takes a cycle for each accumulator, more where few registers are left: the next tile's start then can't overlap with it
+    (12544x96x16: 9x48 leaves one and takes 442 us, 6x64 three and 358).
     """
     cycles = 0.0
     for row_tiles, r in _parts(*rows):
@@ -31,8 +34,14 @@ def tile_cycles(
                 own = emit.lanes_for(elements, lanes)
                 v, each = -(-elements // own), 1.0 if own == lanes and machine.isa.vector_bytes == 64 else 0.5
                 step = max(r * c * v * each, r * c / 2 + v * each, 4.0) + (r * c + v) / 50
-                cycles += row_tiles * column_tiles * panels * (reduction * step + r * c * v + 10)
+                spare = max(1, machine.isa.registers - registers_of(r * c, v))
+                cycles += row_tiles * column_tiles * panels * (reduction * step + r * c * v * (1 + 2 / spare) + 10)
     return round(cycles, 3)  # equal tiles tie
+
+
+def registers_of(rows: int, vectors: int) -> int:
+    """That a register tile needs: its accumulators, a row of weights and one broadcast."""
+    return (rows + 1) * vectors + 1
 
 
 def eviction(rows: int, row_bytes: int, machine: Machine) -> float:
@@ -65,7 +74,7 @@ def check_tile(rows: int, nr: int, machine: Machine, dtype: str) -> None:
     lanes, isa = machine.isa.lanes(dtype), machine.isa
     if nr % lanes:
         raise ScheduleRefused(f"nr={nr} is not a multiple of {lanes}, the lanes of {isa.name}")
-    needed = (rows + 1) * (nr // lanes) + 1
+    needed = registers_of(rows, nr // lanes)
     if needed > isa.registers:
         raise ScheduleRefused(f"a {rows}x{nr} tile needs {needed} registers, {isa.name} has {isa.registers}")
 
