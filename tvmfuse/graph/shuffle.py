@@ -4,7 +4,7 @@ Rewrite  conv2d(shuffle(x), W (c, kh, kw, 1), groups=c)  ->  shuffle(conv2d(x, W
          where shuffle(x) = reshape(permute_dims(reshape(x, (n, h, w, a, b)), (0, 1, 2, 4, 3)), (n, h, w, c)), or of more factors of c
 Refuses  unless nothing else reads what lies between, and elementwise operators of constants alone lie between the depthwise
          convolution and one that isn't: elsewhere the shuffle would only be copied later, or keep an epilogue from its anchor.
-Why      what follows it of the epilogue is hoisted above the shuffle then, and the copy goes (kernel/shuffled.py).
+Why      what follows it of the epilogue is hoisted above the shuffle then, and the copy goes (kernel/reordered.py).
 Source   ShuffleNet's units, Zhang et al., CVPR 2018; the rewrite is own.
 """
 

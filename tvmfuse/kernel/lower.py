@@ -11,14 +11,13 @@ from tvm import relax
 from tvm.relax import Expr, Var
 
 from ..graph.rewrite import Rewriter, array_of, constant, is_static, op_name, shape_of, substitute
-from ..graph.shuffle import Shuffle, shuffle_by
 from ..graph.sites import FoundSite
 from ..values import Candidate, Conv2d, Machine, Workload
 from . import build_kernel
 from .concat import Columns, concatenations, writing
 from .emit import redeclared
 from .family import Kernel, Launch
-from .shuffled import reading, reads_scalars
+from .reordered import Order, order_by, reading, reads_scalars
 
 Choose = Callable[[Workload], Candidate]
 
@@ -75,8 +74,8 @@ class _Lowering(Rewriter):
             return value
         kernel = self._kernel(site.workload)
         held = {i: self._input(substitute(expr, self.replaced), kernel, i) for i, expr in enumerate(site.inputs)}
-        shuffle = self._shuffle(site, kernel)
-        if shuffle:
+        order = self._order(site, kernel)
+        if order:
             held[0] = self.producer(held[0]).args[0]
         shapes = {i: buffer.shape for i, buffer in enumerate(kernel.buffers)} | {i: shape_of(value) for i, value in held.items()}
         if len(kernel.results) == 1:
@@ -84,7 +83,7 @@ class _Lowering(Rewriter):
         names, results = [], None
         for number, launch in enumerate(kernel.launches):
             columns = self._columns.get(self.var) if launch is kernel.launches[-1] else None
-            function = self._function(site.workload, launch, number, [shapes[i] for i in launch.args], columns, shuffle)
+            function = self._function(site.workload, launch, number, [shapes[i] for i in launch.args], columns, order)
             names.append(function.name_hint)
             if launch.flop:
                 self.anchors[function.name_hint] = launch.flop, launch.passes
@@ -124,16 +123,16 @@ class _Lowering(Rewriter):
             value = producer.args[0]
         return value
 
-    def _shuffle(self, site: FoundSite, kernel: Kernel) -> Shuffle | None:
-        """Of the channels that a convolution reads, if it alone reads the shuffled ones, in single elements."""
+    def _order(self, site: FoundSite, kernel: Kernel) -> Order | None:
+        """Of the image before a permutation that a convolution alone reads, in single elements."""
         value, workload = substitute(site.inputs[0], self.replaced), site.workload
         if not isinstance(workload.anchor, Conv2d) or workload.family != "conv2d":
             return None
         while self.single_user(value) and op_name(producer := self.producer(value)) == "reshape":
             value = producer.args[0]
-        shuffle = shuffle_by(self.producer(value), workload.anchor.ci) if self.single_user(value) else None
+        order = order_by(self.producer(value), workload.anchor.ci) if self.single_user(value) else None
         readers = [launch for launch in kernel.launches if 0 in launch.args]
-        return shuffle if all(reads_scalars(launch.func, launch.args.index(0)) for launch in readers) else None
+        return order if all(reads_scalars(launch.func, launch.args.index(0)) for launch in readers) else None
 
     def _kernel(self, workload: Workload) -> Kernel:
         key = workload, self._choose(workload)
@@ -148,15 +147,15 @@ class _Lowering(Rewriter):
         number: int,
         shapes: Sequence[tuple[int, ...]],
         columns: Columns | None = None,
-        shuffle: Shuffle | None = None,
+        order: Order | None = None,
     ) -> tvm.ir.GlobalVar:
         """The launch's function in the module; one for all sites of the workload that store their tensors in the same shapes and order."""
-        shuffle = shuffle if 0 in launch.args else None
-        key = workload, number, tuple(shapes), (columns.shape, columns.first) if columns else None, shuffle
+        order = order if 0 in launch.args else None
+        key = workload, number, tuple(shapes), (columns.shape, columns.first) if columns else None, order
         if key not in self._functions:
             func = redeclared(launch.func, shapes)
             func = writing(func, columns) if columns else func
-            func = reading(func, launch.args.index(0), shuffle) if shuffle else func
+            func = reading(func, launch.args.index(0), order) if order else func
             name = f"{func.attrs['global_symbol']}_{workload.hash()}_{number}"
             self._functions[key] = self._builder.add_func(func.without_attr("global_symbol"), name)
         return self._functions[key]

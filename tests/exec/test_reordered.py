@@ -1,4 +1,4 @@
-"""Shuffles of channels that a convolution reads through: the values of a copy, whatever the tile, the placement and the threads."""
+"""Images in another order that a convolution reads through: the values of a copy, whatever the tile, the placement and the threads."""
 
 from __future__ import annotations
 
@@ -58,16 +58,29 @@ def model(
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def permutations(proto: ModelProto) -> int:
-    """How many of five axes, which a shuffle's are, are left once the sites are kernels."""
+def stem(n: int, channels: int, kernel: tuple[int, int], read_twice: bool = False, **attributes: object) -> ModelProto:
+    """relu(conv(x)) of images as a model's input has them."""
+    weights = np.random.default_rng(1).standard_normal((24, channels, *kernel), np.float32)
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"], **attributes), helper.make_node("Relu", ["c"], ["y"])]
+    nodes += [helper.make_node("Transpose", ["x"], ["z"], perm=[0, 2, 3, 1])] if read_twice else []
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list("nchw")) for name in (["y", "z"] if read_twice else ["y"])]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, (n, channels, 11, 61))
+    graph = helper.make_graph(nodes, "g", [x], outputs, [numpy_helper.from_array(weights, "w")])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def permutations(proto: ModelProto, to: tuple[int, ...] | None = None) -> int:
+    """How many of five axes, which a shuffle's are, or to shape `to`, are left once the sites are kernels."""
     prepared, plan = prepare(proto), plan_for(None, 1, "always", None)
     main = lower_sites(prepared.mod, prepared.sites, plan.chooser, plan.machine).mod["main"]
     calls = [binding.value for binding in main.body.blocks[0].bindings]
-    return sum(op_name(call) == "permute_dims" and len(call.args[0].ty.shape) == 5 for call in calls)
+    shapes = [tuple(int(e) for e in call.ty.shape.values) for call in calls if op_name(call) == "permute_dims"]
+    return sum(shape == to if to else len(shape) == 5 for shape in shapes)
 
 
 def assert_right(proto: ModelProto) -> None:
-    feeds = {"x": np.random.default_rng(0).standard_normal((N, 6, H, W), np.float32)}
+    shape = [axis.dim_value for axis in proto.graph.input[0].type.tensor_type.shape.dim]
+    feeds = {"x": np.random.default_rng(0).standard_normal(shape, np.float32)}
     wanted = onnx.reference.ReferenceEvaluator(proto).run(None, feeds)
     results = [tvmfuse.build(proto, fuse=fuse, threads=threads).run(None, feeds) for fuse, threads in (("always", 1), ("never", 2))]
     for result in results:
@@ -111,7 +124,7 @@ def test_a_shuffle_right_before_it_is_read_through() -> None:
     [
         model(24, 3, ((8, 12, 1, 1), POINTWISE), depthwise=False, read_twice=True),
         model(32, 4, ((1, 32, 2, 2), {})),  # a dot product loads vectors of channels
-        model(24, 3, ((16, 12, 3, 3), {"group": 2, "pads": [1, 0, 1, 0]})),  # the default copies the image into its padding
+        model(24, 3, ((24, 2, 3, 3), {"group": 12, "pads": [1, 0, 1, 0]})),  # the default copies the image into its padding
     ],
     ids=["read twice", "dot product", "padded"],
 )
@@ -130,3 +143,26 @@ def test_every_tile_gives_the_same_bits() -> None:
         session = compile_model(prepared, plan, Chooser("always", plan.machine, tried={workload: candidate}))
         results.add(session.run(None, feeds)[0].tobytes())
     assert len(results) == 1
+
+
+@pytest.mark.parametrize(
+    "proto",
+    [
+        stem(1, 3, (3, 3), pads=[1, 1, 1, 1], strides=[2, 2]),
+        stem(1, 3, (7, 7), pads=[3, 2, 2, 3], strides=[2, 1]),
+        stem(1, 5, (2, 3), dilations=[2, 1]),
+        stem(1, 11, (3, 3), pads=[0, 1, 0, 1]),  # as many channels as rows
+    ],
+    ids=["3x3", "7x7", "dilated", "channels like rows"],
+)
+def test_a_convolution_reads_the_planes_of_an_image(proto: ModelProto) -> None:
+    channels = proto.graph.input[0].type.tensor_type.shape.dim[1].dim_value
+    assert permutations(proto, (1, 11, 61, channels)) == 0
+    assert_right(proto)
+
+
+@pytest.mark.parametrize("proto", [stem(2, 3, (3, 3)), stem(1, 3, (3, 3), read_twice=True)], ids=["two images", "read twice"])
+def test_other_planes_are_copied(proto: ModelProto) -> None:
+    n = proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value
+    assert permutations(proto, (n, 11, 61, 3)) == 1
+    assert_right(proto)
