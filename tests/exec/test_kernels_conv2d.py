@@ -83,6 +83,12 @@ def test_tails_are_right_on_every_isa(isa: ISA) -> None:
     assert_right(PADDED.anchor, Machine(isa))
 
 
+@each_isa
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_one_pixel_of_many_channels_is_right_on_every_isa(isa: ISA, dtype: str) -> None:
+    assert_right(Conv2d(1, 1, 1, 3, 70, 3, 3, padding=(1, 1, 1, 1), dtype=dtype), Machine(isa))
+
+
 def test_float64() -> None:
     assert_right(Conv2d(1, 4, 5, 3, 11, 3, 3, padding=(1, 1, 1, 1), dtype="float64"))
 

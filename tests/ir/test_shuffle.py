@@ -120,6 +120,28 @@ def test_refuses(steps: tuple[Step, ...], returned: int | None) -> None:
     tvm.ir.assert_structural_equal(SinkShuffle()(before), before)
 
 
+def test_a_shuffle_of_a_tensor_whose_extents_are_not_known_starts_where_they_are() -> None:
+    builder, rows = BlockBuilder(), tvm.tirx.Var("rows", "int64")
+    x = relax.Var("x", relax.TensorType((rows, 120), "float32"))
+    with builder.function("main", [x], private=True):
+        with builder.dataflow():
+            image = builder.emit(relax.op.reshape(x, (2, 5, 4, 3, 2)))
+            permuted = builder.emit(relax.op.permute_dims(image, [0, 1, 2, 4, 3]))
+            shuffled = builder.emit(relax.op.reshape(permuted, (2, 5, 4, CHANNELS)))
+            result = builder.emit_output(READER(builder, DEPTHWISE(builder, shuffled)))
+        builder.emit_func_output(result)
+    after = SinkShuffle()(builder.get())
+    assert names(after) == ["reshape", "reshape", "nn.conv2d", "reshape", "permute_dims", "reshape", "nn.conv2d"]
+
+
+def test_functions_without_a_dataflow_block_are_left_alone() -> None:
+    builder, x = BlockBuilder(), relax.Var("x", relax.TensorType((2, 3), "float32"))
+    with builder.function("main", [x], private=True):
+        builder.emit_func_output(builder.emit(relax.op.abs(x)))
+    before = builder.get()
+    tvm.ir.assert_structural_equal(SinkShuffle()(before), before)
+
+
 @pytest.mark.parametrize(
     ("shape", "axes", "wanted"),
     [

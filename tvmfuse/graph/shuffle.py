@@ -65,7 +65,7 @@ class SinkShuffle(Rewriter):
 
     def run(self, func: relax.Function) -> relax.Function:
         blocks = func.body.blocks if isinstance(func.body, relax.SeqExpr) else []
-        self._flow = Flow.of(blocks[0]) if blocks else Flow({}, {})
+        self._flow = Flow.of(blocks[0]) if blocks and isinstance(blocks[0], relax.DataflowBlock) else Flow({}, {})
         return super().run(func)
 
     def rewrite(self, value: Expr) -> Expr:
@@ -81,7 +81,7 @@ class SinkShuffle(Rewriter):
             return value
         own = array_of(weights)[np.argsort(shuffle.sources)]
         source = permuted.args[0]
-        while op_name(split := self.producer(source)) == "reshape":
+        while op_name(split := self.producer(source)) == "reshape" and is_static(split.args[0]):
             source = split.args[0]
         image = self.emit(reshape(source, (n, h, w, c)))
         result = self.emit(Call(value.op, [image, constant(own)], value.attrs, value.ty_args), self.name)
