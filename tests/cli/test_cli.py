@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from rich.cells import cell_len
 from rich.console import Console
 
 import tvmfuse
@@ -260,6 +261,16 @@ def test_at_80_columns_the_workload_stands_below(monkeypatch: pytest.MonkeyPatch
     cut = [line.split()[0] for line in lines if line.startswith("…")]
     assert [name[-9:] for name in cut] == ["/q/MatMul"[-9:], "/k/MatMul"[-9:]]
     assert sum(line.startswith("  matmul 8x8x8") for line in lines) == 3
+
+
+def test_names_are_cut_to_the_columns_that_they_take(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 50 columns in 25 characters, and of 45 where a line break is written out."""
+    monkeypatch.setattr("tvmfuse.cli.tables.stdout", lambda: Console(width=40, color_system=None))
+    names = ("層" * 25, "/a" * 20, "\n" + "b" * 43)
+    print_table([{"site": name, "why": "x" * 80} for name in names], [({"site": name, "source": "default"}, ("matmul",)) for name in names])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["source", *("default", "matmul") * 3]
+    assert [cell_len(line) for line in lines if line.startswith("…")] in ([39, 40, 40], [40, 40, 40])
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.measure import Measurement
@@ -40,14 +41,14 @@ def print_table(rows: Sequence[Mapping[str, str]], brief: Sequence[Brief] = ()) 
 
 def _print_brief(console: Console, rows: Sequence[Brief]) -> bool:
     """Names that are too long lose their beginning: in a model they have that in common. False when that doesn't help."""
-    cells = [dict(row) for row, _ in rows]
+    cells = [{heading: visible(text) for heading, text in row.items()} for row, _ in rows]
     name = next(iter(cells[0]))
-    longest = max(len(row[name]) for row in cells)
+    longest = max(cell_len(row[name]) for row in cells)
     room = longest - max(_width(console, _table(cells, **TIGHT)) - console.width, 0)
     if room < min(longest, SHORTEST_NAME):
         return False
     for row in cells:
-        row[name] = row[name] if len(row[name]) <= room else f"…{row[name][len(row[name]) - room + 1 :]}"
+        row[name] = _end(row[name], room)
     heading, *lines = _lines(console, _table(cells, **TIGHT))
     print(heading)
     for line, (_, below) in zip(lines, rows, strict=True):
@@ -55,6 +56,15 @@ def _print_brief(console: Console, rows: Sequence[Brief]) -> bool:
         for text in below:
             print("\n".join(textwrap.wrap(visible(text), console.width, initial_indent="  ", subsequent_indent="    ")))
     return True
+
+
+def _end(text: str, room: int) -> str:
+    """What of a text fits into `room` columns, of which some characters take two."""
+    if cell_len(text) <= room:
+        return text
+    while cell_len(text) >= room:
+        text = text[1:]
+    return f"…{text}"
 
 
 def _table(rows: Sequence[Mapping[str, str]], **style: Any) -> Table:
