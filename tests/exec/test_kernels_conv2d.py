@@ -26,7 +26,7 @@ from tests.exec.kernel_runner import (
 )
 from tvmfuse.errors import ScheduleRefused
 from tvmfuse.kernel import candidates, conv2d
-from tvmfuse.values import ISA, Candidate, Conv2d, Machine, Workload
+from tvmfuse.values import AVX512, ISA, Candidate, Conv2d, Machine, Workload
 
 SHAPES = [
     Conv2d(1, 6, 7, 5, 20, 3, 3),
@@ -135,6 +135,13 @@ def test_default_is_all_in_registers_and_comes_first(anchor: Conv2d) -> None:
     first, *others = candidates(chained(anchor), HOST)
     assert (first.placement, first.cut) == ("register", 3)
     assert first not in others
+
+
+@pytest.mark.parametrize(("kw", "pad"), [(7, "inline"), (31, "copy")])
+def test_wide_kernels_are_padded_by_a_copy(kw: int, pad: str) -> None:
+    """For a kernel 31 wide in tiles that are all emitted apart LLVM takes 25 s."""
+    workload = chained(Conv2d(1, 1, 64, 32, 72, 1, kw, padding=(0, kw // 2, 0, kw // 2)))
+    assert candidates(workload, Machine(AVX512))[0]["pad"] == pad
 
 
 def refused(candidate: Candidate, workload: Workload = PADDED) -> str:
