@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import tvm
+import tvm_ffi
 from tvm import relax
 from tvm.ir import Call, GenericConst
 from tvm.relax import Expr, Var
@@ -44,6 +45,12 @@ class Memory:
     views: tuple[View, ...]
     weights: tuple[np.ndarray, ...]
     workspace: int
+
+
+def tensor_in(memory: np.ndarray, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
+    """A tensor that lies in memory, an array of bytes."""
+    end = offset + math.prod(shape) * np.dtype(dtype).itemsize
+    return tvm_ffi.from_dlpack(memory[offset:end].view(dtype).reshape(shape))
 
 
 def aligned(size: int) -> int:

@@ -23,6 +23,7 @@ import tvm
 import tvm_ffi
 from tvm.runtime.vm import VirtualMachine
 
+from ..kernel.memory import tensor_in
 from .clock import Stopwatch, conditioning_shapes
 
 GUARD_BYTES = 64  # also the alignment of what lies between
@@ -54,8 +55,7 @@ class Memory:
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
         """A tensor that lies in it."""
-        end = offset + math.prod(shape) * np.dtype(dtype).itemsize
-        return tvm_ffi.from_dlpack(self.bytes[offset:end].view(dtype).reshape(shape))
+        return tensor_in(self.bytes, offset, shape, dtype)
 
     def push(self) -> None:
         """What was written to `array` is where kernels read it."""
