@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import onnx
 import pytest
@@ -10,6 +12,7 @@ from onnx import helper, numpy_helper, parser
 from tvm import relax
 
 from tvmfuse.errors import ModelError, UnsupportedError, UsageError
+from tvmfuse.model import operators
 from tvmfuse.model.load import Loaded, TensorInfo, load
 
 
@@ -257,6 +260,20 @@ def test_every_unsupported_operator_is_listed_with_its_nodes():
         "  com.example::Relu: operators of domain com.example aren't known (nodes first, second)",
         "  ai.onnx::Det: no converter (nodes odd)",
     ]
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, UnsupportedError("why")])
+def test_an_import_that_ends_early_says_nothing_of_its_own(raised, monkeypatch, capfd):
+    """TVM's block builder complains on stderr when it goes with a block begun."""
+
+    def convert(*_):
+        raise raised
+
+    monkeypatch.setitem(operators.CONVERTERS, "Relu", convert)
+    with pytest.raises((KeyboardInterrupt, UnsupportedError)):
+        load(onnx_model("g (float[2] x) => (float[2] y) { y = Relu(x) }"))
+    gc.collect()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

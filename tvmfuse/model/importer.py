@@ -32,7 +32,7 @@ def import_graph(graph: Graph) -> tvm.IRModule:
     proto = onnx.GraphProto(node=_named(graph.nodes), input=graph.inputs, output=[onnx.ValueInfoProto(name=name) for name in graph.outputs])
     try:
         mod = importer.from_onnx(proto, graph.opset)
-    except UnsupportedError:
+    except BaseException:  # Ctrl-C too
         importer.bb._end_block()  # a builder that dies with an open block writes to stderr
         raise
     return relax.transform.DeadCodeElimination(["main"])(mod)
