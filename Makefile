@@ -12,9 +12,9 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/mypy tvmfuse
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-# ONNX's own test suite, all of it; `make test` runs a sixth.
+# ONNX's own test suite, all of it; `make test` runs a sixth. With RESULTS=FILE a run that was cut short goes on where it was.
 test-onnx: $(VENV)/.installed-test
-	$(VENV)/bin/python -m tests.exec.onnx_suite
+	$(VENV)/bin/python -m tests.exec.onnx_suite $(if $(RESULTS),--results $(RESULTS))
 
 # Random models; FUZZ_SEED repeats a run. A failure is shrunk, and printed as ONNX text.
 FUZZ ?= 20000
