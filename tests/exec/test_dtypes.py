@@ -62,3 +62,23 @@ def test_half_precision_rounds_each_op_once() -> None:
     expected = (product.astype(np.float32) + b.astype(np.float32)).astype(np.float16)
     for fuse in ("always", "never"):
         assert tvmfuse.build(model, fuse=fuse, threads=1).run(None, {"x": x})[0].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["INT4", "UINT4", "INT2", "FLOAT8E4M3FN", "BFLOAT16"])
+def test_weights_stored_in_few_bits_are_widened(kind: str) -> None:
+    number = getattr(TensorProto, kind)
+    stored = np.random.default_rng(0).integers(0 if kind[0] == "U" else -2, 2, (6, 5)).astype(helper.tensor_dtype_to_np_dtype(number))
+    scale = np.array([[0.25] * 5, [3.0] * 5], np.float32)
+    weights = [onnx.numpy_helper.from_array(stored, "w"), onnx.numpy_helper.from_array(scale, "s")]
+    if kind == "BFLOAT16":
+        nodes, wide = [helper.make_node("Cast", ["w"], ["d"], to=TensorProto.FLOAT)], stored.astype(np.float32)
+    else:
+        nodes = [helper.make_node("DequantizeLinear", ["w", "s"], ["d"], axis=0, block_size=3)]
+        wide = stored.astype(np.float32) * np.repeat(scale, 3, 0)
+    nodes.append(helper.make_node("MatMul", ["x", "d"], ["y"]))
+    inputs, outputs = (helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("x", [6, 6]), ("y", [6, 5])))
+    opset = helper.make_opsetid("", 25)
+    model = helper.make_model(helper.make_graph(nodes, "g", [inputs], [outputs], weights[: len(nodes[0].input)]), opset_imports=[opset])
+    session = tvmfuse.build(model, threads=1)
+    assert session.kernel_count == 1
+    np.testing.assert_array_equal(session.run(None, {"x": np.eye(6, dtype=np.float32)})[0], wide)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx.parser
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -53,6 +55,7 @@ CASES: list[Case] = [
     ],
     ("AveragePool", 7, 23, [(1, 4, 6, 3)], {"kernel_shape": [2, 2]}),
     ("MaxPool", 10, 23, [X], {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1, "dilations": [1, 2]}),
+    ("MaxPool", 7, 23, [(1, 2, 7, 7)], {"kernel_shape": [2, 3], "strides": [2, 3], "auto_pad": "SAME_LOWER"}),
     ("GlobalAveragePool", 7, 23, [X], {}),
     ("Concat", 7, 23, [(2, 3), (2, 1)], {"axis": 1}),
     *[("PRelu", 7, 23, [(2, 3, 4, 4), noise(*shape)], {}) for shape in ((), (1,), (4,), (3, 1, 1), (1, 3, 1, 1), (3, 4, 4), (2, 3, 4, 4))],
@@ -146,3 +149,42 @@ def test_local_response_normalisation_is_one_kernel(size):
     windows = np.lib.stride_tricks.sliding_window_view(padded, size, 1)
     expected = values / (1.5 + 0.5 / size * (windows**2).sum(-1)) ** 0.75
     np.testing.assert_allclose(session.run(None, {"x": values})[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"kernel_shape": [3, 2], "pads": [1, 0, 2, 1], "strides": [2, 1]},
+        {"kernel_shape": [2, 2], "dilations": [2, 3], "storage_order": 1},
+        {"kernel_shape": [3, 3], "strides": [2, 2], "ceil_mode": 1, "pads": [1, 1, 1, 1]},
+        {"kernel_shape": [1, 1], "strides": [2, 2]},
+        {"kernel_shape": [2, 2], "strides": [2, 2], "auto_pad": "SAME_UPPER"},
+    ],
+    ids=["pads", "columns first", "ceil", "one element", "same"],
+)
+def test_maxima_with_their_places(attributes):
+    node = helper.make_node("MaxPool", ["x"], ["y", "places"], **attributes)
+    outputs = [
+        helper.make_tensor_value_info(name, kind, "nchw") for name, kind in (("y", TensorProto.FLOAT), ("places", TensorProto.INT64))
+    ]
+    graph = helper.make_graph([node], "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, (2, 3, 7, 8))], outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    x = RNG.integers(-3, 3, (2, 3, 7, 8)).astype(np.float32)  # many are equal: the first counts
+    x[0, 0] = -np.inf
+    wanted = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    found = tvmfuse.build(model, threads=1).run(None, {"x": x})
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_array_equal(found[1][:, 1:], wanted[1][:, 1:])
+    inside = found[1][0, 0]
+    assert ((0 <= inside) & (inside < 56)).all(), "the place of a maximum that is -inf lies in the image too"
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_powers_of_whole_numbers(kind):
+    base, exponent = np.arange(-4, 5).reshape(-1, 1), np.array([0, 1, 2, 3, 64, 65, -1, -2])
+    text = f"({kind}[{len(base)},1] x, int64[8] e) => ({kind}[{len(base)},8] y) {{ y = Pow(x, e) }}"
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 17]> g {text}')
+    (y,) = tvmfuse.build(model, threads=1).run(None, {"x": base.astype(kind), "e": exponent})
+    exact = [[b**e if e >= 0 else {0: 0, 1: 1, -1: (-1) ** -e}.get(b, 0) for e in exponent.tolist()] for b in base[:, 0].tolist()]
+    for computed, right in zip(y.ravel().tolist(), sum(exact, []), strict=True):
+        assert computed == right or abs(right) > 255

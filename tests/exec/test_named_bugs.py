@@ -58,6 +58,38 @@ def test_erf_in_float64_is_not_a_float32_polynomial() -> None:
     np.testing.assert_allclose(z, scipy.special.erf(x), rtol=1e-14)
 
 
+def test_small_results_of_softplus_and_of_tanh_in_float64() -> None:
+    """Where 1 was added first, or e**-2x taken from 1, nothing was left of them."""
+    x = np.array([-80.0, -20.0, -9.0, -1e-9, 0.0, 1e-9, 3.0, 99.0])
+    softplus = np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+    nodes = "t = Tanh(x) s = Softplus(x) p = MatMul(x, w) z = Softplus(p)"
+    text = f"(KIND[8,1] x) => (KIND[8,1] t, KIND[8,1] s, KIND[8,1] z) <KIND[1,1] w = {{1}}> {{ {nodes} }}"
+    for kind, tolerance in (("float", 3e-7), ("double", 1e-15)):
+        column = x.astype({"float": np.float32, "double": np.float64}[kind]).reshape(8, 1)
+        found = built(text.replace("KIND", kind)).run(None, {"x": column})
+        for array, wanted in zip(found, (np.tanh(x), softplus, softplus), strict=True):
+            np.testing.assert_allclose(array[:, 0], wanted, rtol=tolerance)
+
+
+def test_half_precision_rounds_operators_once_that_converters_make_several_of() -> None:
+    """Softplus of -7 was a unit of 1, or nothing; the squares of ReduceL2 overflowed."""
+    x = np.linspace(-11.5, 11.5, 1000).astype(np.float16)
+    wide = x.astype(np.float64)
+    wanted = {
+        "Softplus": np.maximum(wide, 0) + np.log1p(np.exp(-np.abs(wide))),
+        "Elu": np.where(wide < 0, np.expm1(np.minimum(wide, 0)), wide),
+        "Sinh": np.sinh(wide),
+        "HardSwish": wide * np.clip(wide / 6 + 0.5, 0, 1),
+        "ReduceL2": np.sqrt((wide**2).sum(keepdims=True)),
+    }
+    outputs = ", ".join(f"float16[{reference.size}] {operator}" for operator, reference in wanted.items())
+    nodes = " ".join(f"{operator} = {operator}(x)" for operator in wanted)
+    found = built(f"(float16[1000] x) => ({outputs}) {{ {nodes} }}", 18).run(None, {"x": x})
+    for (operator, reference), array in zip(wanted.items(), found, strict=True):
+        off = np.abs(array.astype(np.float64) - reference)
+        assert (off <= 0.51 * np.spacing(np.abs(reference).astype(np.float16))).all(), operator
+
+
 @pytest.mark.parametrize(("kind", "tolerance"), [("float16", 2e-3), ("float", 1e-6), ("double", 1e-14)])
 def test_elu_and_selu_keep_nan_in_every_type(kind: str, tolerance: float) -> None:
     dtype = {"float16": np.float16, "float": np.float32, "double": np.float64}[kind]
@@ -350,6 +382,13 @@ def test_booleans_are_compared() -> None:
     text = "(bool[4,16] a, bool[4,16] b) => (bool[4,16] y, bool[4,16] z) { y = Equal(a, b) z = Not(y) }"
     y, z = built(text).run(None, {"a": a, "b": b})
     assert (y == (a == b)).all() and (z == (a != b)).all()
+
+
+def test_an_inverted_boolean_beside_one_for_a_whole_row() -> None:
+    """Inverted in eight bits, it met one of a single bit: LLVM refused the code."""
+    session = built("(bool[5,1] x, bool[8] y) => (bool[5,8] z) { n = Not(y) z = Or(n, x) }")
+    x, y = (np.arange(5) % 2 == 0).reshape(5, 1), np.arange(8) % 3 == 0
+    assert (session.run(None, {"x": x, "y": y})[0] == (~y | x)).all()
 
 
 def test_recurrent_weights_may_be_inputs() -> None:

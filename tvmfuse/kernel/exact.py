@@ -4,6 +4,7 @@ Rewrite  a * b + c, a - b, a / b, ...    ->  rounding's: LLVM can't contract the
          exp, log, sigmoid, tanh, erf    ->  our polynomials: libm differs between platforms and takes one lane at a time
          pow, sqrt, isnan                ->  ours
          max(a, b), min(a, b)            ->  those that keep a NaN of either side; TVM's keeps it on one
+         a and b, a or b, not b          ->  int8(b) != 0 for what is loaded: TVM's vectors of it have eight bits, those of comparisons one
          a < b, a == b, a != b, ...      ->  decided through an integer: TVM takes `not a < b` for `b <= a`
 To be run before scheduling: expressions are scalar then, and vectorise as the rest does. What TVM has folded while it built
 an expression, such as `not a < b` inside one te.compute, is folded for good.
@@ -16,7 +17,7 @@ from collections.abc import Callable
 import tvm
 import tvm_ffi
 from tvm import IRModule, tirx
-from tvm.ir import Call, Expr, Op
+from tvm.ir import Call, Expr, Op, TensorLoad
 
 from . import math, rounding
 
@@ -63,7 +64,7 @@ class ExactRounding:
 
 
 def rewritten(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    body = tvm_ffi.structural_map(func.body, ((tuple(OPERATORS), _operator), (Call, _call)))
+    body = tvm_ffi.structural_map(func.body, ((tuple(OPERATORS), _operator), (Call, _call), ((tirx.And, tirx.Or, tirx.Not), _logical)))
     return func if body.same_as(func.body) else func.with_body(body)
 
 
@@ -74,6 +75,15 @@ def _operator(node: Expr) -> Expr:
 def _call(node: Call) -> Expr:
     function = FUNCTIONS.get(node.op.name) if isinstance(node.op, Op) else None
     return function(*node.args) if function and _is_single_or_double(node.args[0]) else node
+
+
+def _logical(node: tirx.And | tirx.Or | tirx.Not) -> Expr:
+    operands = [node.a] if isinstance(node, tirx.Not) else [node.a, node.b]
+    return type(node)(*map(_bit, operands)) if any(isinstance(x, TensorLoad) for x in operands) else node
+
+
+def _bit(x: Expr) -> Expr:
+    return rounding.decided(tirx.NE(tirx.Cast("int8", x), tirx.const(0, "int8"))) if isinstance(x, TensorLoad) else x
 
 
 def _is_single_or_double(value: Expr) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import tvm
 import tvm_ffi
-from tvm import IRModule, relax, s_tir, tirx
+from tvm import IRModule, relax, s_tir, te, tirx
 from tvm.ir import Call, Expr
 from tvm.s_tir.stmt import SBlock, SBlockRealize
 
@@ -30,6 +30,7 @@ from .emit import Flat
 from .family import Buffer
 from .forms import Emitter, Form, form_of, index, shares
 from .grain import CORE_HZ, STREAM_BYTES_PER_S, threads_for
+from .math import softplus
 from .nests import Axis, Nest, NotANest, conditions, is_spatial, loads, moves_only, nest_of, shape_of, stores_of, uses
 from .rounding import is_float
 
@@ -259,6 +260,17 @@ class KeepScheduledApart:
         return _rewritten(mod, lambda _, func: func.with_attr("op_pattern", OPAQUE), of_scheduled=True)
 
 
+def _softplus(bb: relax.BlockBuilder, call: Call) -> Expr:
+    """A site's function. TVM's adds 1 to e**x before it takes the logarithm, which leaves nothing of small ones."""
+    if float(call.attrs.beta) != 1.0:
+        return call.op.get_attr("FLegalize")(bb, call)
+
+    def computed(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *at: softplus(x(*at)), "softplus")
+
+    return bb.call_te(computed, call.args[0], primfunc_name_hint="softplus")
+
+
 def lower_generic(mod: IRModule, machine: Machine) -> IRModule:
     """Every operator beside the sites, which are call_tir of scheduled functions already, becomes vector code or a view.
 
@@ -270,7 +282,7 @@ def lower_generic(mod: IRModule, machine: Machine) -> IRModule:
         [
             KeepScheduledApart(),
             relax.backend.DispatchSortScan(),
-            relax.transform.LegalizeOps(),
+            relax.transform.LegalizeOps({"relax.nn.softplus": _softplus}),
             relax.transform.AnnotateTIROpPattern(),
             relax.transform.FuseOps(),
             relax.transform.FuseTIR(),

@@ -104,6 +104,19 @@ def _function(float64: Callable[..., Expr]) -> Callable[[Callable[..., Expr]], C
     return decorate
 
 
+def _libm(name: str) -> Callable[[Expr], Expr]:
+    """libm's, a lane at a time. TVM's own erf is a float32 polynomial for float64 as well, its tanh loses small numbers."""
+
+    def function(x: Expr) -> Expr:
+        lanes = x.ty.dtype.lanes
+        if lanes == 1:
+            return tirx.call_pure_extern("float64", name, x)
+        each = [tirx.call_pure_extern("float64", name, tirx.Shuffle([x], [tirx.const(lane, "int32")])) for lane in range(lanes)]
+        return tirx.Shuffle(each, [tirx.const(lane, "int32") for lane in range(lanes)])
+
+    return function
+
+
 @_function(tirx.exp)
 def exp(x: Expr, bind: Bind) -> Expr:
     """e**x, at most 1.6 ulp off; overflows to infinity and passes through the denormals to 0."""
@@ -124,7 +137,7 @@ def sigmoid(x: Expr, bind: Bind) -> Expr:
     return fma(neg(m), div(e, tirx.Add(one, e)), m)
 
 
-@_function(tirx.tanh)
+@_function(_libm("tanh"))
 def tanh(x: Expr, bind: Bind) -> Expr:
     """(1 - e) / (1 + e) with e = e**(-2|x|) and the sign of x, at most 2 ulp off; both terms are rounded once from exact parts.
 
@@ -135,16 +148,7 @@ def tanh(x: Expr, bind: Bind) -> Expr:
     return copysign(div(fma(neg(scale), q, tirx.Sub(one, scale)), fma(scale, q, tirx.Add(one, scale))), x)
 
 
-def _libm_erf(x: Expr) -> Expr:
-    """libm's, a lane at a time: TVM's own is a float32 polynomial for float64 as well."""
-    lanes = x.ty.dtype.lanes
-    if lanes == 1:
-        return tirx.call_pure_extern("float64", "erf", x)
-    each = [tirx.call_pure_extern("float64", "erf", tirx.Shuffle([x], [tirx.const(lane, "int32")])) for lane in range(lanes)]
-    return tirx.Shuffle(each, [tirx.const(lane, "int32") for lane in range(lanes)])
-
-
-@_function(_libm_erf)
+@_function(_libm("erf"))
 def erf(x: Expr, bind: Bind) -> Expr:
     """1 - exp(log(erfc(|x|))) with the sign of x, at most 2 ulp off."""
     t = bind(tirx.Min(const(4, x), tirx.abs(x)))  # erf(4) rounds to 1

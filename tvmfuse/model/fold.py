@@ -1,7 +1,8 @@
 """Compute what bound shapes make constant, with ONNX's own shape inference and reference implementation, one node at a time.
 
-Folded are integers and booleans (Shape, Gather, Concat, ... of shapes), and floats that are only made or moved (Constant,
-ConstantOfShape, Transpose, ...). Float *arithmetic* on weights stays in the graph: a float32 fold here would round more
+Folded are integers and booleans (Shape, Gather, Concat, ... of shapes), floats that are only made or moved (Constant,
+ConstantOfShape, Transpose, ...), and weights stored in types that TVM doesn't take, where they become ones that it does (4 bits by
+DequantizeLinear, bfloat16 by Cast). Other float *arithmetic* on weights stays in the graph: a float32 fold here would round more
 often than the one float64 fold that follows. Only where a shape is computed in floats (a Resize's scales, a Cast to
 integers) are operations folded that IEEE 754 rounds exactly, so that the result doesn't depend on the machine.
 """
@@ -27,6 +28,7 @@ from .safety import array
 # Operators that copy their data operand and do no arithmetic on it. Expand and Tile are left out: they would inflate weights.
 _MOVES = frozenset("Concat Constant ConstantOfShape Flatten Gather Identity Pad Reshape Slice Split Squeeze Transpose Unsqueeze".split())
 _EXACT = frozenset("Abs Add Cast Ceil Div Floor Max Min Mul Neg Relu Round Sqrt Sub".split())
+_WIDEN = frozenset(("Cast", "DequantizeLinear"))  # with one rounding of IEEE 754
 _READ_FLOAT_SHAPES = frozenset(("Range", "Resize", "Upsample"))
 # Operators that are taken apart into those that ONNX defines them by, because TVM has no converter for them or a wrong one.
 BY_DEFINITION = frozenset(
@@ -309,7 +311,8 @@ class _Fold:
         kinds = {_numpy_kind(self.types[name]) for name in outputs}
         certain = all(name in self.constants or node.op_type in ("Shape", "Size") for name in names)
         of_nothing = any(value.size == 0 for value in values.values())  # a sum over no elements, a padding of none
-        if kinds <= set("iub") or (kinds <= set("iubf") and (node.op_type in _MOVES or of_nothing) and certain):
+        widened = node.op_type in _WIDEN and values[names[0]].dtype.isbuiltin != 1  # such a type is none of NumPy's own
+        if kinds <= set("iub") or (kinds <= set("iubf") and (node.op_type in _MOVES or of_nothing or widened) and certain):
             results = self._evaluate(node, values, outputs)
             for name, value in results.items():
                 self._know(name, value)

@@ -122,9 +122,19 @@ class _Importer(ONNXGraphImporter):
         return value
 
     def _convert_operator(self, op_name: str, inputs: list, attrs: dict, opset: int) -> relax.Expr:
+        if op_name in operators.COMPOSED and any(_is_half(value) for value in inputs):
+            wide = [self.bb.emit(relax.op.astype(value, "float32")) if _is_half(value) else value for value in inputs]
+            return relax.op.astype(self.bb.emit(self._converted(op_name, wide, attrs, opset)), "float16")
+        return self._converted(op_name, inputs, attrs, opset)
+
+    def _converted(self, op_name: str, inputs: list, attrs: dict, opset: int) -> relax.Expr:
         if op_name in _RECURRENT:
             return recurrent.convert(op_name, self.bb, inputs, attrs)
         if op_name in operators.CONVERTERS:
             attrs["tvm_custom"]["opset"] = opset
             return operators.CONVERTERS[op_name](self.bb, inputs, attrs)
         return super()._convert_operator(op_name, inputs, attrs, opset)
+
+
+def _is_half(value: relax.Expr | None) -> bool:
+    return value is not None and isinstance(value.ty, relax.TensorType) and str(value.ty.dtype.dtype) == "float16"

@@ -17,6 +17,8 @@ Faults of TVM 0.27 that lie elsewhere, and where they are met:
     a part or a tensor without elements                       fold.py: constants; as outputs refused
     transposed convolution with weights known at run time     conv_transpose.py: a convolution of a spread input
     quantised operators                                       quantized.py
+    maxima with their places; SAME_LOWER of odd extents       max_pool.py
+    powers, shifts and remainders of whole numbers            here
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import tvm
 from tvm import relax
 from tvm.relax.frontend.onnx.onnx_frontend import LayerNormalization, RMSNormalization, Slice
 
-from . import conv_transpose, fourier, quantized, resize
+from . import conv_transpose, fourier, max_pool, quantized, resize
 from .fold import Graph, attributes
 from .operands import Attributes, Converter, Operands, constant, operand
 
@@ -45,8 +47,16 @@ SINCE = {
     "BitCast": 26,
     "CumProd": 26,
     "Range": 27,
+    "TensorScatter": 24,
     "TopK": 24,
 }
+
+
+# Converters make several operations of these, of which each would round to float16, and some overflow it: they are computed in float32.
+COMPOSED = frozenset(
+    "Celu Cosh Elu Gelu GlobalLpPool GroupNormalization HardSigmoid HardSwish InstanceNormalization LRN LpNormalization LpPool Mean Mish "
+    "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceSumSquare Selu Shrink Sinh Softplus Softsign Sum".split()
+)
 
 
 def _pairwise(op: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> Converter:
@@ -147,8 +157,65 @@ def _pow(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax
     """The exponent may have another type than the base, which is the result's."""
     base, exponent = operands
     dtype = base.ty.dtype.dtype
+    if "int" in str(dtype):
+        return _whole_power(bb, base, exponent)
     value = constant(exponent)
     return relax.op.power(base, relax.op.astype(exponent, dtype) if value is None else relax.const(value, dtype))
+
+
+def _whole_power(bb: relax.BlockBuilder, base: relax.Expr, exponent: relax.Expr) -> relax.Expr:
+    """By squaring, modulo the type's range. Above 63 only powers of -1, 0 and 1 fit, and those depend on whether the exponent is odd;
+    below 0 only those of -1 and 1 aren't fractions, which become 0."""
+    dtype = base.ty.dtype.dtype
+    zero, one = relax.const(0, dtype), relax.const(1, dtype)
+    exponent = bb.emit(relax.op.astype(exponent, "int64"))
+    negative = bb.emit(relax.op.less(exponent, relax.const(0, "int64")))
+    odd = bb.emit(relax.op.bitwise_and(exponent, relax.const(1, "int64")))
+    beyond = bb.emit(relax.op.logical_or(negative, relax.op.greater(exponent, relax.const(63, "int64"))))
+    bits = bb.emit(relax.op.where(beyond, bb.emit(relax.op.add(odd, relax.const(62, "int64"))), exponent))
+    result, square = one, base
+    for bit in range(6):
+        is_set = relax.op.bitwise_and(relax.op.right_shift(bits, relax.const(bit, "int64")), relax.const(1, "int64"))
+        factor = bb.emit(relax.op.where(bb.emit(relax.op.astype(bb.emit(is_set), "bool")), square, one))
+        result, square = bb.emit(relax.op.multiply(result, factor)), bb.emit(relax.op.multiply(square, square))
+    unit = bb.emit(relax.op.logical_or(relax.op.equal(base, one), relax.op.equal(base, relax.const(-1, dtype))))
+    fits = bb.emit(relax.op.logical_or(bb.emit(relax.op.logical_not(negative)), unit))
+    return relax.op.where(fits, result, zero)
+
+
+def _reduced(op: Callable[..., relax.Expr]) -> Converter:
+    """Axes are an attribute up to operator set 17, then an operand. Booleans are compared as numbers; TVM has no limits of them."""
+
+    def convert(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+        x, given = operands[0], operand(operands, 1)
+        axes = attrs.get("axes") if given is None else constant(given).tolist()
+        if not axes and attrs.get("noop_with_empty_axes"):
+            return x
+        truth = str(x.ty.dtype.dtype) == "bool"
+        data = bb.emit(relax.op.astype(x, "int8")) if truth else x
+        result = op(data, axes or None, bool(attrs.get("keepdims", 1)))
+        return relax.op.astype(bb.emit(result), "bool") if truth else result
+
+    return convert
+
+
+def _tensor_scatter(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """A cache with an update written into it, for each batch from its own position on along `axis`; "circular" goes on at the start."""
+    cache, update, begins = operands[0], operands[1], operand(operands, 2)
+    shape = [int(extent) for extent in cache.ty.shape]
+    axis = attrs.get("axis", -2) % len(shape)
+    along = [-1 if at == axis else 1 for at in range(len(shape))]
+    offsets = relax.const(np.arange(shape[axis]).reshape(along), "int64")
+    if begins is not None:
+        first = bb.emit(relax.op.reshape(bb.emit(relax.op.astype(begins, "int64")), (shape[0], *[1] * (len(shape) - 1))))
+        offsets = bb.emit(relax.op.subtract(offsets, first))
+    if attrs.get("mode", b"linear") == b"circular":
+        offsets = bb.emit(relax.op.floor_mod(offsets, relax.const(shape[axis], "int64")))
+    last = relax.const(int(update.ty.shape[axis]) - 1, "int64")
+    inside = bb.emit(relax.op.logical_and(relax.op.greater_equal(offsets, relax.const(0, "int64")), relax.op.less_equal(offsets, last)))
+    within = bb.emit(relax.op.minimum(bb.emit(relax.op.maximum(offsets, relax.const(0, "int64"))), last))
+    taken = bb.emit(relax.op.gather_elements(update, bb.emit(relax.op.broadcast_to(within, shape)), axis))
+    return relax.op.where(inside, taken, cache)
 
 
 def _slice(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
@@ -250,6 +317,17 @@ def _is_inf(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> re
     signs = [sign for sign, name in ((1, "detect_positive"), (-1, "detect_negative")) if attrs.get(name, 1)]
     found = [relax.op.equal(x, relax.const(sign * np.inf, dtype)) for sign in signs]
     return functools.reduce(relax.op.logical_or, found) if found else relax.op.full_like(x, relax.const(False), "bool")
+
+
+def _softplus(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """One operation. TVM's adds 1 to e**-|x| before it takes the logarithm, which leaves nothing of small ones."""
+    return relax.op.nn.softplus(operands[0])
+
+
+def _mish(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
+    """x * tanh(softplus(x))."""
+    (x,) = operands
+    return relax.op.multiply(x, relax.op.tanh(bb.emit(relax.op.nn.softplus(x))))
 
 
 def _celu(bb: relax.BlockBuilder, operands: Operands, attrs: Attributes) -> relax.Expr:
@@ -414,8 +492,10 @@ CONVERTERS: dict[str, Converter] = {
     "LpNormalization": _lp_normalization,
     "MatMulInteger": quantized.matmul_integer,
     "Max": _pairwise(relax.op.maximum),
+    "MaxPool": max_pool.convert,
     "Mean": _mean,
     "Min": _pairwise(relax.op.minimum),
+    "Mish": _mish,
     "Mod": _mod,
     "OneHot": _one_hot,
     "Pad": _pad,
@@ -425,14 +505,18 @@ CONVERTERS: dict[str, Converter] = {
     "QuantizeLinear": quantized.quantize,
     "Resize": resize.convert,
     "RMSNormalization": _rms_norm,
+    "ReduceMax": _reduced(relax.op.max),
+    "ReduceMin": _reduced(relax.op.min),
     "ReverseSequence": _reverse_sequence,
     "STFT": fourier.stft,
     "Selu": _selu,
     "Sinh": _hyperbolic(-1),
     "Slice": _slice,
+    "Softplus": _softplus,
     "SpaceToDepth": _space_to_depth,
     "Split": _split,
     "Sum": _pairwise(relax.op.add),
+    "TensorScatter": _tensor_scatter,
     "ThresholdedRelu": _thresholded_relu,
     "Unsqueeze": _unsqueeze,
     "Upsample": resize.upsample,
@@ -446,16 +530,13 @@ def _why_not_batch_norm(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -
 
 
 def _why_not_pow(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
-    return "a power of integers" if "int" in (graph.dtype(node.input[0]) or "") else None
+    whole = "int" in (graph.dtype(node.input[0]) or "")
+    return "a power of integers by a fraction" if whole and "float" in (graph.dtype(node.input[1]) or "") else None
 
 
 def _why_not_top_k(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
     dtype = graph.dtype(node.input[0])
     return None if dtype in ("float32", "float64", "int32", "int64") else f"TVM doesn't sort {dtype}"
-
-
-def _why_not_bool(node: onnx.NodeProto, attrs: Attributes, graph: Graph) -> str | None:
-    return "a reduction of booleans" if graph.dtype(node.input[0]) == "bool" else None
 
 
 REFUSALS: dict[str, Callable[[onnx.NodeProto, Attributes, Graph], str | None]] = {
@@ -465,8 +546,6 @@ REFUSALS: dict[str, Callable[[onnx.NodeProto, Attributes, Graph], str | None]] =
     "DFT": fourier.why_not_dft,
     "Dropout": lambda node, attrs, graph: "training_mode=1",
     "Pow": _why_not_pow,
-    "ReduceMax": _why_not_bool,
-    "ReduceMin": _why_not_bool,
     "Resize": resize.why_not,
     "OneHot": lambda node, attrs, graph: None if node.input[1] in graph.constants else "its depth isn't constant",
     "RoiAlign": lambda node, attrs, graph: "mode=max" if attrs.get("mode") == b"max" else None,
