@@ -334,6 +334,10 @@ class Author:
                 values.append(self.binary(x, values))
             else:
                 values.append(self.one_of(*steps)(x))
+        self.returned(values)
+
+    def returned(self, values: Sequence[Value]) -> None:
+        """The last of them, and some in the middle."""
         for value in values[:-1]:
             if self.chance(12):
                 self.net.outputs[value.name] = value.is_
@@ -404,12 +408,3 @@ def scattered(x: np.ndarray, w: np.ndarray, strides: Pair, pads: Sequence[int], 
         parts.append(out)
     whole = np.concatenate(parts, 1)
     return whole[:, :, pads[0] : whole.shape[2] - pads[2], pads[1] : whole.shape[3] - pads[3]]
-
-
-@st.composite
-def networks(draw: Draw, graphs: int) -> Network:
-    network = Network(Format(draw(st.sampled_from(["float32"] * 8 + ["float64", "float16"]))))
-    for _ in range(graphs):
-        with np.errstate(all="ignore"):
-            Author(draw, network).graph()
-    return network
