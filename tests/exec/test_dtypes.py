@@ -82,3 +82,15 @@ def test_weights_stored_in_few_bits_are_widened(kind: str) -> None:
     session = tvmfuse.build(model, threads=1)
     assert session.kernel_count == 1
     np.testing.assert_array_equal(session.run(None, {"x": np.eye(6, dtype=np.float32)})[0], wide)
+
+
+def test_softplus_in_double_precision_keeps_small_results_in_an_epilogue() -> None:
+    random = np.random.default_rng(0)
+    x, w = random.standard_normal((7, 20)) * 6, random.standard_normal((20, 19))
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["p"]), helper.make_node("Softplus", ["p"], ["y"])]
+    inputs, outputs = (helper.make_tensor_value_info(n, TensorProto.DOUBLE, s) for n, s in (("x", [7, 20]), ("y", [7, 19])))
+    graph = helper.make_graph(nodes, "g", [inputs], [outputs], [onnx.numpy_helper.from_array(w, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    found = [tvmfuse.build(model, fuse=fuse, threads=1).run(None, {"x": x})[0] for fuse in ("always", "never")]
+    np.testing.assert_allclose(found[0], np.logaddexp(0.0, x @ w), rtol=1e-12)
+    assert found[0].tobytes() == found[1].tobytes()

@@ -105,7 +105,7 @@ def _function(float64: Callable[..., Expr]) -> Callable[[Callable[..., Expr]], C
 
 
 def _libm(name: str) -> Callable[[Expr], Expr]:
-    """libm's, a lane at a time. TVM's own erf is a float32 polynomial for float64 as well, its tanh loses small numbers."""
+    """libm's, a lane at a time. TVM has no log1p, its erf is a float32 polynomial for float64 too, and its tanh loses small numbers."""
 
     def function(x: Expr) -> Expr:
         lanes = x.ty.dtype.lanes
@@ -156,7 +156,7 @@ def erf(x: Expr, bind: Bind) -> Expr:
     return copysign(fma(neg(scale), q, tirx.Sub(const(1, x), scale)), x)
 
 
-@_function(lambda x: tirx.Max(const(0, x), x) + tirx.log1p(tirx.exp(neg(tirx.abs(x)))))
+@_function(lambda x: tirx.Max(const(0, x), x) + _libm("log1p")(tirx.exp(neg(tirx.abs(x)))))
 def softplus(x: Expr, bind: Bind) -> Expr:
     """log(1 + e**x) = max(0, x) + log1p(e**-|x|), at most 2 ulp off."""
     e = bind(_exp_of_negative_magnitude(x, bind))
