@@ -6,6 +6,7 @@ import onnx
 import pytest
 
 from tvmfuse import building
+from tvmfuse.kernel import grain
 from tvmfuse.values import Workload
 
 
@@ -18,3 +19,9 @@ def plan() -> building.Plan:
 def workload(model: onnx.ModelProto) -> Workload:
     """Of the model's first site."""
     return building.prepare(model).sites[0].workload
+
+
+@pytest.fixture
+def small_kernels_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By threads, as only large ones are."""
+    monkeypatch.setattr(grain, "SPLIT_PAYS_S", -1.0)

@@ -11,11 +11,12 @@ import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 import tvmfuse
-from tvmfuse.building import plan_for, prepare
 from tvmfuse.choose import Fuse
 from tvmfuse.graph.rewrite import op_name
-from tvmfuse.kernel import grain
-from tvmfuse.kernel.lower import lower_sites
+
+from .against_reference import assert_right, lowered
+
+pytestmark = pytest.mark.usefixtures("small_kernels_are_shared")
 
 X = (2, 6, 5, 7)
 # operator, its weights and attributes; each keeps the image's size
@@ -63,24 +64,7 @@ def built(proto: ModelProto, fuse: Fuse = "always", threads: int = 1) -> tvmfuse
 
 def operators(proto: ModelProto, fuse: Fuse = "always") -> set[str]:
     """Names of those that are left once the sites are kernels."""
-    prepared, plan = prepare(proto), plan_for(None, 1, fuse, None)
-    main = lower_sites(prepared.mod, prepared.sites, plan.chooser, plan.machine).mod["main"]
-    return {op_name(binding.value) for binding in main.body.blocks[0].bindings}
-
-
-def assert_right(proto: ModelProto) -> None:
-    feeds = {"x": np.random.default_rng(0).standard_normal(X, np.float32)}
-    wanted = onnx.reference.ReferenceEvaluator(proto).run(None, feeds)
-    results = [built(proto, fuse, threads).run(None, feeds) for fuse in ("always", "never") for threads in (1, 2)]
-    for result in results:
-        for got, same, right in zip(result, results[0], wanted, strict=True):
-            assert got.tobytes() == same.tobytes()
-            np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5)
-
-
-@pytest.fixture(autouse=True)
-def small_kernels_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grain, "SPLIT_PAYS_S", -1.0)
+    return {op_name(binding.value) for binding in lowered(proto, fuse)}
 
 
 @pytest.mark.parametrize("parts", [FULL, FULL[::-1], ("conv2d", "conv2d")], ids=["all", "reversed", "equal"])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx.reference
 import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-import tvmfuse
 from tvmfuse.building import compile_model, plan_for, prepare
 from tvmfuse.choose import Chooser
 from tvmfuse.graph.rewrite import op_name
-from tvmfuse.kernel import candidates, grain
-from tvmfuse.kernel.lower import lower_sites
+from tvmfuse.kernel import candidates
 
+from .against_reference import assert_right, lowered
+
+pytestmark = pytest.mark.usefixtures("small_kernels_are_shared")
+
+BUILDS = ("always", 1), ("never", 2)
 N, H, W = 2, 5, 7
 
 
@@ -58,40 +60,24 @@ def model(
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def stem(n: int, channels: int, kernel: tuple[int, int], read_twice: bool = False, **attributes: object) -> ModelProto:
-    """relu(conv(x)) of images as a model's input has them."""
+def stem(n: int, channels: int, kernel: tuple[int, int], returned: bool = False, **attributes: object) -> ModelProto:
+    """relu(conv(x)) of images as a model's input has them; and x with its channels last, where that is returned too."""
     weights = np.random.default_rng(1).standard_normal((24, channels, *kernel), np.float32)
     nodes = [helper.make_node("Conv", ["x", "w"], ["c"], **attributes), helper.make_node("Relu", ["c"], ["y"])]
-    nodes += [helper.make_node("Transpose", ["x"], ["z"], perm=[0, 2, 3, 1])] if read_twice else []
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list("nchw")) for name in (["y", "z"] if read_twice else ["y"])]
+    nodes += [helper.make_node("Transpose", ["x"], ["z"], perm=[0, 2, 3, 1])] if returned else []
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, list("nchw")) for name in (["y", "z"] if returned else ["y"])]
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, (n, channels, 11, 61))
     graph = helper.make_graph(nodes, "g", [x], outputs, [numpy_helper.from_array(weights, "w")])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
 def permutations(proto: ModelProto, to: tuple[int, ...] | None = None) -> int:
-    """How many of five axes, which a shuffle's are, or to shape `to`, are left once the sites are kernels."""
-    prepared, plan = prepare(proto), plan_for(None, 1, "always", None)
-    main = lower_sites(prepared.mod, prepared.sites, plan.chooser, plan.machine).mod["main"]
-    calls = [binding.value for binding in main.body.blocks[0].bindings]
-    shapes = [tuple(int(e) for e in call.ty.shape.values) for call in calls if op_name(call) == "permute_dims"]
+    """How many of five axes, which a shuffle's are, or to shape `to`, an anchor's kernel still reads the result of."""
+    bindings = lowered(proto)
+    read = [argument for b in bindings if op_name(b.value) == "call_tir" for argument in b.value.args[1].fields]
+    turned = [b.var for b in bindings if op_name(b.value) == "permute_dims" and any(b.var.same_as(argument) for argument in read)]
+    shapes = [tuple(int(extent) for extent in var.ty.shape.values) for var in turned]
     return sum(shape == to if to else len(shape) == 5 for shape in shapes)
-
-
-def assert_right(proto: ModelProto) -> None:
-    shape = [axis.dim_value for axis in proto.graph.input[0].type.tensor_type.shape.dim]
-    feeds = {"x": np.random.default_rng(0).standard_normal(shape, np.float32)}
-    wanted = onnx.reference.ReferenceEvaluator(proto).run(None, feeds)
-    results = [tvmfuse.build(proto, fuse=fuse, threads=threads).run(None, feeds) for fuse, threads in (("always", 1), ("never", 2))]
-    for result in results:
-        for got, same, right in zip(result, results[0], wanted, strict=True):
-            assert got.tobytes() == same.tobytes()
-            np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5)
-
-
-@pytest.fixture(autouse=True)
-def small_kernels_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grain, "SPLIT_PAYS_S", -1.0)
 
 
 POINTWISE = {"group": 2}
@@ -110,13 +96,13 @@ POINTWISE = {"group": 2}
 def test_a_convolution_reads_through_a_shuffle(channels: int, groups: int, last: tuple[tuple[int, ...], dict[str, object]]) -> None:
     proto = model(channels, groups, last)
     assert permutations(proto) == 0
-    assert_right(proto)
+    assert_right(proto, BUILDS)
 
 
 def test_a_shuffle_right_before_it_is_read_through() -> None:
     proto = model(24, 3, ((8, 12, 1, 1), POINTWISE), depthwise=False)
     assert permutations(proto) == 0
-    assert_right(proto)
+    assert_right(proto, BUILDS)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +116,7 @@ def test_a_shuffle_right_before_it_is_read_through() -> None:
 )
 def test_others_are_copied(proto: ModelProto) -> None:
     assert permutations(proto) == 1
-    assert_right(proto)
+    assert_right(proto, BUILDS)
 
 
 def test_every_tile_gives_the_same_bits() -> None:
@@ -152,17 +138,17 @@ def test_every_tile_gives_the_same_bits() -> None:
         stem(1, 3, (7, 7), pads=[3, 2, 2, 3], strides=[2, 1]),
         stem(1, 5, (2, 3), dilations=[2, 1]),
         stem(1, 11, (3, 3), pads=[0, 1, 0, 1]),  # as many channels as rows
+        stem(1, 3, (3, 3), returned=True),
     ],
-    ids=["3x3", "7x7", "dilated", "channels like rows"],
+    ids=["3x3", "7x7", "dilated", "channels like rows", "returned"],
 )
 def test_a_convolution_reads_the_planes_of_an_image(proto: ModelProto) -> None:
     channels = proto.graph.input[0].type.tensor_type.shape.dim[1].dim_value
     assert permutations(proto, (1, 11, 61, channels)) == 0
-    assert_right(proto)
+    assert_right(proto, BUILDS)
 
 
-@pytest.mark.parametrize("proto", [stem(2, 3, (3, 3)), stem(1, 3, (3, 3), read_twice=True)], ids=["two images", "read twice"])
-def test_other_planes_are_copied(proto: ModelProto) -> None:
-    n = proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value
-    assert permutations(proto, (n, 11, 61, 3)) == 1
-    assert_right(proto)
+def test_planes_of_two_images_are_copied() -> None:
+    proto = stem(2, 3, (3, 3))
+    assert permutations(proto, (2, 11, 61, 3)) == 1
+    assert_right(proto, BUILDS)

@@ -38,11 +38,18 @@ class Shuffle:
         return np.arange(math.prod(self.extents)).reshape(self.extents).transpose(self.axes).ravel()
 
 
-def shuffle_by(call: Any, channels: int) -> Shuffle | None:
-    """What a permute_dims does to pixels of so many channels; None if it doesn't leave each pixel where it is."""
+def permuted(call: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(extents of what a permute_dims reads, its axes in the order of the result), where they are known."""
     if op_name(call) != "permute_dims" or not is_static(call) or not is_static(call.args[0]):
         return None
-    extents, axes = shape_of(call.args[0]), permute_axes(call)
+    return shape_of(call.args[0]), tuple(permute_axes(call))
+
+
+def shuffle_by(call: Any, channels: int) -> Shuffle | None:
+    """What a permute_dims does to pixels of so many channels; None if it doesn't leave each pixel where it is."""
+    if (permutation := permuted(call)) is None:
+        return None
+    extents, axes = permutation
     for first in range(len(axes)):
         if axes[first] != first or math.prod(extents[first:]) == channels:
             break
@@ -75,12 +82,12 @@ class SinkShuffle(Rewriter):
         merged, (n, h, w, c) = self.producer(data), shape_of(data)
         if op_name(merged) != "reshape" or not self.single_user(merged.args[0]) or not self._reaches_convolution():
             return value
-        permuted = self.producer(merged.args[0])
-        shuffle = shuffle_by(permuted, c)
+        moved_image = self.producer(merged.args[0])
+        shuffle = shuffle_by(moved_image, c)
         if shuffle is None:
             return value
         own = array_of(weights)[np.argsort(shuffle.sources)]
-        source = permuted.args[0]
+        source = moved_image.args[0]
         while op_name(split := self.producer(source)) == "reshape" and is_static(split.args[0]):
             source = split.args[0]
         image = self.emit(reshape(source, (n, h, w, c)))

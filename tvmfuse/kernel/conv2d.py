@@ -88,8 +88,8 @@ def _blocks(anchor: Conv2d, vectors: int, machine: Machine) -> Iterator[tuple[in
         for th in range(1, anchor.oh + 1):
             if th > 1 and tw < anchor.ow:
                 break  # several rows only where one row can't fill the registers
-            loaded = 1 + ahead if th * tw > 1 else 1  # a single pixel is always on offer
-            if (th * tw + loaded) * vectors * each + 1 > machine.isa.registers:
+            needed = registers_of(th * tw + (ahead if th * tw > 1 else 0), vectors * each)  # a single pixel is always on offer
+            if needed > machine.isa.registers:
                 break
             yield th, tw
 

@@ -31,7 +31,7 @@ from .family import Buffer, Kernel, Launch
 from .grain import compute_seconds, stream_seconds, threads_for
 from .matmul import panelled
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, tile_cycles, unroll
+from .space import assemble, candidates_of, check_tile, registers_of, tile_cycles, unroll
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _blocks(anchor: Conv2dTranspose, vectors: int, machine: Machine) -> Iterator
         for th in range(1, rows + 1):
             if th > 1 and (tw < columns or is_depthwise(anchor)):
                 break  # several rows only where one row can't fill the registers, and only for taps that they share
-            if th * tw * vectors + vectors + 1 > machine.isa.registers:
+            if registers_of(th * tw, vectors) > machine.isa.registers:
                 break
             yield th, tw
 

@@ -74,7 +74,7 @@ class _Lowering(Rewriter):
             return value
         kernel = self._kernel(site.workload)
         held = {i: self._input(substitute(expr, self.replaced), kernel, i) for i, expr in enumerate(site.inputs)}
-        order = self._order(site, kernel)
+        order = self._order(site, kernel, held[0])
         if order:
             held[0] = self.producer(held[0]).args[0]
         shapes = {i: buffer.shape for i, buffer in enumerate(kernel.buffers)} | {i: shape_of(value) for i, value in held.items()}
@@ -123,16 +123,23 @@ class _Lowering(Rewriter):
             value = producer.args[0]
         return value
 
-    def _order(self, site: FoundSite, kernel: Kernel) -> Order | None:
-        """Of the image before a permutation that a convolution alone reads, in single elements."""
-        value, workload = substitute(site.inputs[0], self.replaced), site.workload
+    def _order(self, site: FoundSite, kernel: Kernel, image: Expr) -> Order | None:
+        """Of what `image`, a convolution's input before any reshape, is a permutation of, if nothing else reads it and the kernels read
+        single elements."""
+        workload, read = site.workload, substitute(site.inputs[0], self.replaced)
         if not isinstance(workload.anchor, Conv2d) or workload.family != "conv2d":
             return None
-        while self.single_user(value) and op_name(producer := self.producer(value)) == "reshape":
-            value = producer.args[0]
-        order = order_by(self.producer(value), workload.anchor.ci) if self.single_user(value) else None
+        order = order_by(self.producer(image), workload.anchor.ci)
+        if order is None or not self._alone_reads(read, image):
+            return None
         readers = [launch for launch in kernel.launches if 0 in launch.args]
         return order if all(reads_scalars(launch.func, launch.args.index(0)) for launch in readers) else None
+
+    def _alone_reads(self, value: Expr, source: Expr) -> bool:
+        """Whether `value`, reshapes of `source` away, and all between have one reader."""
+        while self.single_user(value) and not value.same_as(source):
+            value = self.producer(value).args[0]
+        return self.single_user(value)
 
     def _kernel(self, workload: Workload) -> Kernel:
         key = workload, self._choose(workload)

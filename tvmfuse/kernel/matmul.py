@@ -25,7 +25,7 @@ from .family import Buffer, Kernel, Launch
 from .forms import LOGICAL_LANES
 from .grain import compute_seconds, threads_for
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, eviction, tile_cycles, unroll
+from .space import assemble, candidates_of, check_tile, eviction, registers_of, tile_cycles, unroll
 
 # Of so many of the best tiles both orders are on offer.
 BOTH_ORDERS = 6
@@ -55,7 +55,7 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
         if vectors > -(-anchor.n // lanes):
             break
         for rows in range(1, 29):
-            if rows > anchor.m or (rows * vectors + vectors) * each + 1 > machine.isa.registers:
+            if rows > anchor.m or registers_of(rows, vectors * each) > machine.isa.registers:
                 continue
             width, steps = (LOGICAL_LANES, -(-anchor.k // LOGICAL_LANES)) if is_dot(anchor) else (anchor.n, anchor.k)
             cycles = tile_cycles((anchor.m, rows), (1, 1), (width, vectors * each * lanes), steps, lanes, machine)

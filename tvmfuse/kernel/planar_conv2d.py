@@ -20,7 +20,7 @@ from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .grain import compute_seconds, threads_for
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, tile_cycles, unroll
+from .space import assemble, candidates_of, check_tile, registers_of, tile_cycles, unroll
 
 
 def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
@@ -32,7 +32,7 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int | str]]:
     found = []
     for vectors in range(1, min(8, -(-anchor.ow // lanes)) + 1):
         for rows in range(1, per_group + 1):
-            if (rows + 1) * vectors + 1 > machine.isa.registers:
+            if registers_of(rows, vectors) > machine.isa.registers:
                 break
             extents = (per_group, rows), (anchor.oh, 1), (anchor.ow, vectors * lanes)
             found.append((tile_cycles(*extents, reduction, lanes, machine), rows, vectors))

@@ -17,9 +17,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call, Expr, TensorLoad
 
-from ..graph.rewrite import is_static, op_name, shape_of
-from ..graph.shuffle import Shuffle, shuffle_by
-from ..graph.simplify import permute_axes
+from ..graph.shuffle import Shuffle, permuted, shuffle_by
 from . import emit
 from .concat import split_rows, view_of
 
@@ -41,10 +39,10 @@ def order_by(call: Any, channels: int) -> Order | None:
 
 
 def _planes_by(call: Any, channels: int) -> Planes | None:
-    if op_name(call) != "permute_dims" or not is_static(call) or not is_static(call.args[0]):
+    if (permutation := permuted(call)) is None:
         return None
-    extents = shape_of(call.args[0])
-    axes = [axis for axis in permute_axes(call) if extents[axis] > 1]
+    extents, every = permutation
+    axes = [axis for axis in every if extents[axis] > 1]
     stored = sorted(axes)
     for first in range(1, len(axes)):
         if axes == stored[first:] + stored[:first] and math.prod(extents[axis] for axis in stored[:first]) == channels:

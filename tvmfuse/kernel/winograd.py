@@ -32,7 +32,7 @@ from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .grain import compute_seconds, threads_for
 from .placement import store_tile
-from .space import assemble, candidates_of, check_tile, tile_cycles, unroll
+from .space import assemble, candidates_of, check_tile, registers_of, tile_cycles, unroll
 from .toom_cook import PAIRS, Half, input_halves, output_rows, weight_matrix
 
 TILES = 8  # on offer for each algorithm
@@ -101,7 +101,7 @@ def _tiles(workload: Workload, m: int, machine: Machine) -> Iterator[tuple[float
     streamed = MEMORY_BYTES if panel_bytes > machine.l3 // 2 else L3_BYTES
     for vectors in range(1, min(8, vectors_out) + 1):
         for rows in range(1, min(28, total) + 1):
-            if rows * vectors + vectors + 1 > machine.isa.registers:
+            if registers_of(rows, vectors) > machine.isa.registers:
                 break
             steps = unroll(rows * vectors, vectors, 4 if rows * vectors <= 8 else 2, machine)
             for block in _blocks(anchor, m, rows, machine):
