@@ -94,14 +94,14 @@ def test_last_state_is_the_last_step_that_was_taken(reverse: bool) -> None:
 def test_bits_are_the_same_for_every_tile_and_unrolling(workload: Workload) -> None:
     default = candidates(workload, HOST)[0]
     lanes = HOST.isa.lanes()
-    chosen = [default, with_knobs(default, nr=lanes), with_knobs(default, nr=3 * lanes, ku=1)]
+    chosen = [default, with_knobs(default, units=lanes), with_knobs(default, units=3 * lanes, ku=1)]
     for results in zip(*run(workload, chosen, HOST, inputs_of(workload)), strict=True):
         assert_same_bits(results, chosen)
 
 
 @each_kind
 def test_bits_are_the_same_for_every_thread_count(workload: Workload) -> None:
-    chosen = [with_knobs(candidates(workload, HOST)[0], nr=2 * HOST.isa.lanes(), threads=threads) for threads in (1, 2)]
+    chosen = [with_knobs(candidates(workload, HOST)[0], units=HOST.isa.lanes(), threads=threads) for threads in (1, 2, 3)]
     for results in zip(*run(workload, chosen, HOST, inputs_of(workload)), strict=True):
         assert_same_bits(results, chosen)
 
@@ -124,16 +124,18 @@ def test_bits_of_a_row_do_not_depend_on_the_batch_around_it() -> None:
     assert_same_bits([np.ascontiguousarray(batched[:, 4:]), single], ["in a batch", "alone"])
 
 
-def test_panels_of_the_default_are_even_and_hide_the_latency_of_an_fma() -> None:
+def test_blocks_of_the_default_are_even_and_hide_the_latency_of_an_fma() -> None:
     found = candidates(Workload(Recurrent("gru", 100, 1, 256)), Machine(AVX512))
     assert len(found) == recurrent.MAX_TILES
-    assert found[0]["nr"] >= 8 * 16 and 768 % found[0]["nr"] == 0
+    assert 3 * found[0]["units"] >= 8 * 16 and 256 % found[0]["units"] == 0
 
 
-def test_a_step_too_short_for_a_parallel_region_stays_on_one_thread() -> None:
+def test_steps_too_short_for_a_barrier_stay_on_one_thread() -> None:
     machine = Machine(HOST.isa, threads=2)
     assert candidates(Workload(Recurrent("gru", 1000, 1, 64)), machine)[0]["threads"] == 1
+    assert candidates(Workload(Recurrent("gru", 100, 1, 256)), machine)[0]["threads"] == 2
     assert candidates(Workload(Recurrent("gru", 1, 1, 4096)), machine)[0]["threads"] == 2
+    assert candidates(Workload(Recurrent("gru", 100, 1, 256)), Machine(HOST.isa, threads=32))[0]["threads"] == 1
 
 
 def refused(candidate: Candidate, workload: Workload = RAGGED[0]) -> str:
@@ -152,5 +154,5 @@ def test_refuses_another_placement() -> None:
 
 
 def test_refuses_a_tile_that_does_not_fit_the_registers() -> None:
-    candidate = with_knobs(candidates(RAGGED[0], HOST)[0], nr=HOST.isa.registers * HOST.isa.lanes())
+    candidate = with_knobs(candidates(RAGGED[0], HOST)[0], units=HOST.isa.registers * HOST.isa.lanes())
     assert f"{HOST.isa.name} has {HOST.isa.registers}" in refused(candidate)

@@ -200,6 +200,29 @@ def shared_loop(extent: int, threads: int) -> Iterator[Index]:
             yield index
 
 
+@contextlib.contextmanager
+def team(threads: int) -> Iterator[None]:
+    """One parallel region around several shared loops and the serial ones that they stand in, which every thread runs through.
+
+    Each shared loop in it is a `phase`. A barrier costs a tenth of another parallel region.
+    """
+    if threads == 1:
+        yield
+    else:
+        with T.attr(0, "pragma_parallel_launch_point", 1):
+            yield
+
+
+@contextlib.contextmanager
+def phase(threads: int) -> Iterator[None]:
+    """A shared loop of a team, whose threads wait for each other at its end."""
+    if threads == 1:
+        yield
+    else:
+        with T.attr(0, "pragma_parallel_barrier_when_finish", 1):
+            yield
+
+
 def reduce_over(extent: int, unroll: int, step: Callable[[Index], None]) -> None:
     """step(0), step(1), ... in ascending order, `unroll` of them to a loop body."""
     whole = extent // unroll

@@ -1,18 +1,23 @@
 """GRU and LSTM: all steps of one direction in a single PrimFunc, the recurrent weights streaming from L2 once a step.
 
 Strategy
-    1. R is packed as a constant B of a matmul: panels of nr gate columns, each (hidden, width) and dense, so that one step reads
-       them as a single stream. That stream is the bound of a small batch: hidden = 256 takes 0.8 MB a step.
-    2. A register tile is rows of the batch by nr gate columns, accumulated over k = hidden in ascending order.
-    3. The gates' activations and the update of the state are vectors over hidden, after all columns of a step are done.
-    4. A GRU without linear_before_reset multiplies r and h first: its candidate gate is packed and accumulated apart.
-The state lives in the results Y_h and Y_c themselves; the recurrent bias is added once the reduction is done.
-Rejected: schedule primitives (they refuse the loop-carried state); one call per step (0.1 us each and no gain).
+    1. A block is a run of hidden units with all the gates that can be had from the same state. R is packed block by block, each
+       (hidden, gates, units) and dense, so that one step reads it as a single stream. That stream is the bound of a small batch:
+       hidden = 256 takes 0.8 MB a step.
+    2. A register tile is rows of the batch by a block's gate columns, accumulated over k = hidden in ascending order.
+    3. The gates' activations and the update of the state follow each block, as vectors over its units.
+    4. A GRU without linear_before_reset multiplies r and h first: its candidate gate is a second phase.
+    5. Threads share the blocks of a phase and meet at its end. The state has two places, read and written in turn: nobody then
+       overwrites what another one still reads.
+The recurrent bias is added once the reduction is done.
+Rejected: schedule primitives (they refuse the loop-carried state); one call per step (0.1 us each and no gain); a parallel region per
+step (5 us each; a barrier takes less than one); panels of gate columns with all activations behind them (two barriers a step).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -20,8 +25,8 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from ..errors import ScheduleRefused
-from ..values import Candidate, Machine, Matmul, Recurrent, Workload
-from . import emit, matmul
+from ..values import ITEM_BYTES, Candidate, Machine, Recurrent, Workload
+from . import emit
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
 from .grain import compute_seconds, threads_for
@@ -31,41 +36,47 @@ from .space import candidates_of, check_tile, tile_cycles
 
 # All tiles stream the same weights and differ by some cycles a panel: the best few are enough to choose from.
 MAX_TILES = 4
+# Only to decide on threads: what a core reads from its own caches.
+CACHE_BYTES_PER_S = 64e9
 
 
 def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
-    """Panel widths, the analytically best first. Every step of a parallel kernel is a parallel region and has to pay for it."""
+    """Units of a block, the analytically best first; where threads share a step, last the best for one thread."""
     anchor = workload.anchor
     assert isinstance(anchor, Recurrent)
-    lanes = machine.isa.lanes(anchor.dtype)
-    in_parts = [-(-columns // lanes) for _, columns in parts(anchor)]
-    widths = [vectors for vectors in range(1, machine.isa.registers // 2) if vectors <= max(in_parts)]
+    lanes, most = machine.isa.lanes(anchor.dtype), machine.isa.registers // 2
+    gates = max(len(phase) for phase in phases(anchor))
+    widths = [vectors for vectors in range(1, most // gates + 1) if vectors <= -(-anchor.hidden // lanes)]
 
     def cycles(vectors: int) -> float:
         rows = rows_of_tile(anchor, vectors, machine)
         return sum(
-            tile_cycles((anchor.batch, rows), (1, 1), (columns, vectors * lanes), anchor.hidden, lanes, machine)
-            for _, columns in parts(anchor)
+            tile_cycles(
+                (anchor.batch, rows), (1, 1), (len(phase) * anchor.hidden, len(phase) * vectors * lanes), anchor.hidden, lanes, machine
+            )
+            for phase in phases(anchor)
         )
 
-    one_step = Workload(dataclasses.replace(anchor, steps=1))
-    split = threads_for(machine, compute_seconds(one_step, machine))
+    streamed = anchor.steps * math.prod(anchor.input_shapes()[1]) * ITEM_BYTES[anchor.dtype] / CACHE_BYTES_PER_S
+    seconds = max(streamed, compute_seconds(workload, machine))
+    split = threads_for(machine, seconds, meetings=anchor.steps * len(phases(anchor)))
     best = sorted(widths, key=lambda vectors: (cycles(vectors), vectors))[:MAX_TILES]
-    return [{"nr": vectors * lanes, "ku": 4, "threads": split} for vectors in best]
+    found = [{"units": vectors * lanes, "ku": 4, "threads": split} for vectors in best]
+    return found if split == 1 else [*found, found[0] | {"threads": 1}]
 
 
 def rows_of_tile(anchor: Recurrent, vectors: int, machine: Machine) -> int:
-    """The batch in as few and as even runs of rows as the registers allow: rows * vectors accumulators, a row of R, a broadcast."""
-    most = (machine.isa.registers - 1 - vectors) // vectors
+    """The batch in as few and as even runs of rows as the registers allow: rows * vectors accumulators a gate, a row of R, a broadcast."""
+    vectors *= max(len(phase) for phase in phases(anchor))
+    most = max(1, (machine.isa.registers - 1 - vectors) // vectors)
     return -(-anchor.batch // -(-anchor.batch // most))
 
 
-def parts(anchor: Recurrent) -> tuple[tuple[int, int], ...]:
-    """(first gate column, columns) of what one step can accumulate without waiting for a gate of its own."""
-    hidden, columns = anchor.hidden, anchor.gates * anchor.hidden
+def phases(anchor: Recurrent) -> tuple[tuple[int, ...], ...]:
+    """The gates of each phase of a step: those that need no other gate's result of all units."""
     if anchor.kind == "gru" and not anchor.linear_before_reset:
-        return (0, 2 * hidden), (2 * hidden, hidden)
-    return ((0, columns),)
+        return (0, 1), (2,)
+    return (tuple(range(anchor.gates)),)
 
 
 def candidates(workload: Workload, machine: Machine) -> tuple[Candidate, ...]:
@@ -87,83 +98,80 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     assert isinstance(anchor, Recurrent)
     if workload.epilogue.steps or candidate.placement != "register":
         raise ScheduleRefused("a recurrent anchor has no epilogue: its result is the next step's input")
-    lanes = machine.isa.lanes(anchor.dtype)
-    nr = candidate["nr"]
-    check_tile(1, nr, machine, anchor.dtype)
+    lanes, units = machine.isa.lanes(anchor.dtype), candidate["units"]
+    check_tile(1, units * max(len(phase) for phase in phases(anchor)), machine, anchor.dtype)
     projections, _, bias, *initial = (Buffer(shape, anchor.dtype) for shape in anchor.input_shapes())
-    packed = Buffer((anchor.hidden * sum(_packed_columns(anchor, nr, lanes)),), anchor.dtype)
+    packed = Buffer((sum(_packed_sizes(anchor, units, lanes)),), anchor.dtype)
     buffers = (projections, packed, bias, *initial, Buffer(anchor.output_shape(), anchor.dtype), *initial)
-    rows = rows_of_tile(anchor, nr // lanes, machine)
+    rows = rows_of_tile(anchor, units // lanes, machine)
     func = emit.function(anchor.kind, buffers, lambda *views: _body(anchor, candidate, rows, lanes, *views))
     inputs, results = 3 + len(initial), 1 + len(initial)
     launch = Launch(func, tuple(range(len(buffers))), results, anchor.flop(), anchor.steps)
-    packers = {1: lambda array: pack(anchor, array, nr, lanes)}
+    packers = {1: lambda array: pack(anchor, array, units, lanes)}
     return Kernel(buffers, inputs, tuple(range(inputs, len(buffers))), (launch,), packers)
 
 
-def _packed_columns(anchor: Recurrent, nr: int, lanes: int) -> list[int]:
-    return [matmul.packed_columns(_product(anchor, columns), nr, lanes) for _, columns in parts(anchor)]
+def _packed_sizes(anchor: Recurrent, units: int, lanes: int) -> list[int]:
+    """Elements of each phase's blocks."""
+    return [anchor.hidden * len(phase) * emit.padded(anchor.hidden, units, lanes) for phase in phases(anchor)]
 
 
-def _product(anchor: Recurrent, columns: int) -> Matmul:
-    """h R^T for some of the gate columns."""
-    return Matmul(1, anchor.batch, columns, anchor.hidden, b="nk", dtype=anchor.dtype)
-
-
-def pack(anchor: Recurrent, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:
-    """R (gates * hidden, hidden) -> each part's flat panels of gate columns, one part after the other."""
-    rows = ((array[first : first + columns], columns) for first, columns in parts(anchor))
-    return np.concatenate([matmul.pack(_product(anchor, columns), part, nr, lanes) for part, columns in rows])
+def pack(anchor: Recurrent, array: np.ndarray, units: int, lanes: int) -> np.ndarray:
+    """R (gates * hidden, hidden) -> flat blocks (hidden, gates of the phase, units), one after the other; the last one's units padded."""
+    gates = array.reshape(anchor.gates, anchor.hidden, anchor.hidden).transpose(2, 0, 1)
+    blocks = []
+    for phase in phases(anchor):
+        for first in range(0, anchor.hidden, units):
+            block = gates[:, phase, first : first + units]
+            width = block.shape[2]
+            blocks.append(np.pad(block, ((0, 0), (0, 0), (0, emit.padded(width, units, lanes) - width))).reshape(-1))
+    return np.concatenate(blocks)
 
 
 def _body(
     anchor: Recurrent, candidate: Candidate, mr: int, lanes: int, projections: Flat, weights: Flat, bias: Flat, *states: Flat
 ) -> None:
-    hidden, columns = anchor.hidden, anchor.gates * anchor.hidden
+    hidden, columns, threads = anchor.hidden, anchor.gates * anchor.hidden, candidate["threads"]
     initial, (sequence, *results) = states[: len(states) // 2], states[len(states) // 2 :]
-    h = results[0]
+    blocks, row_tiles = emit.Tiling(hidden, candidate["units"]), emit.Tiling(anchor.batch, mr)
+    starts = list(itertools.accumulate(_packed_sizes(anchor, blocks.size, lanes), initial=0))
     sums = emit.scratch(anchor.batch * columns, anchor.dtype)
-    reset = emit.scratch(anchor.batch * hidden, anchor.dtype) if len(parts(anchor)) > 1 else h
+    h = emit.scratch(2 * anchor.batch * hidden, anchor.dtype)
+    reset = emit.scratch(anchor.batch * hidden, anchor.dtype) if len(phases(anchor)) > 1 else h
 
-    def product(part: int, state: Flat) -> None:
-        """sums[batch, columns of the part] = state x R^T."""
-        first, extent = parts(anchor)[part]
-        nr = candidate["nr"]
-        start = hidden * sum(_packed_columns(anchor, nr, lanes)[:part])
+    def phase(number: int, state: Flat, of_state: Index, update: Callable[[Index, Index, int], None]) -> None:
+        """sums[batch, the phase's gates] = state x R^T, and update(row, first of a vector of units, valid) as soon as they are there."""
+        gates = phases(anchor)[number]
 
-        def micro(row0: Index, rows: int, panel: Index, width: int) -> None:
-            tile = RegisterTile(rows, width, emit.lanes_for(width, lanes), anchor.dtype)
+        def block_of_rows(row0: Index, rows: int, first: Index, width: int) -> None:
+            own = emit.lanes_for(width, lanes)
+            tiles = [RegisterTile(rows, width, own, anchor.dtype) for _ in gates]
+            vectors = tiles[0].vectors
+            start = starts[number] + first * (len(gates) * hidden)
 
             def step(k: Index) -> None:
-                at = start + panel * (nr * hidden) + k * (tile.vectors * tile.lanes)
-                row_of_r = [weights.load(at + vector * tile.lanes, tile.lanes) for vector in range(tile.vectors)]
+                at = start + k * (len(gates) * vectors * own)
+                of_r = [weights.load(at + vector * own, own) for vector in range(len(gates) * vectors)]
                 for row in range(rows):
-                    value = emit.splat(state.scalar((row0 + row) * hidden + k), tile.lanes)
-                    for vector in range(tile.vectors):
-                        tile.accumulate(row, vector, value, row_of_r[vector])
+                    value = emit.splat(state.scalar(of_state + (row0 + row) * hidden + k), own)
+                    for i, r in enumerate(of_r):
+                        tiles[i // vectors].accumulate(row, i % vectors, value, r)
 
             emit.reduce_over(hidden, candidate["ku"], step)
-            for row in range(rows):
-                for vector in range(tile.vectors):
-                    at = (row0 + row) * columns + first + panel * nr + vector * tile.lanes
-                    sums.store(at, tile[row, vector], tile.lanes, tile.valid(vector))
+            for gate, tile in zip(gates, tiles, strict=True):
+                for row in range(rows):
+                    for vector in range(vectors):
+                        at = (row0 + row) * columns + gate * hidden + first + vector * own
+                        sums.store(at, tile[row, vector], own, tile.valid(vector))
+            with emit.loop(rows) as row:
+                emit.each_vector(width, lanes, lambda at, valid: update(row0 + row, first + at, valid))
 
-        panels, row_tiles = -(-extent // nr), -(-anchor.batch // mr)
-        # A function of its own: LLVM else keeps the activations' coefficients in registers here, and spills the accumulators (3.4x).
-        with T.attr(0, "compute_scope", f"product{part}"), emit.shared_loop(panels * row_tiles, candidate["threads"]) as work:
-            panel, row_tile = work // row_tiles, work % row_tiles
+        with emit.phase(threads):
+            emit.shared_tiles((blocks, row_tiles), threads, lambda units, rows: block_of_rows(*rows, *units))
 
-            def with_width(width: int) -> None:
-                emit.with_tail(row_tile, anchor.batch, mr, lambda rows: micro(row_tile * mr, rows, panel, width))
+    def step(t: Index, now: Index, then: Index) -> None:
+        """From the state at h + now to that at h + then."""
 
-            emit.with_tail(panel, extent, nr, with_width)
-
-    def each(body: Callable[[Index, Index, int], None]) -> None:
-        """body(row, first of a vector of hidden units, valid) for all of the state."""
-        with emit.loop(anchor.batch) as row:
-            emit.each_vector(hidden, lanes, lambda at, valid: body(row, at, valid))
-
-    def update(t: Index) -> None:
         def recurrent(gate: int, row: Index, at: Index, valid: int) -> Expr:
             """The gate's reduction and its bias."""
             column = gate * hidden + at
@@ -175,9 +183,10 @@ def _body(
         def before(gate: int, *where: Index) -> Expr:
             return T.bind(add(projected(gate, *where), recurrent(gate, *where)))
 
-        def gru(row: Index, at: Index, valid: int) -> None:
-            where = row, at, valid
-            old = T.bind(h.load(row * hidden + at, lanes, valid))
+        def old(row: Index, at: Index, valid: int) -> Expr:
+            return T.bind(h.load(now + row * hidden + at, lanes, valid))
+
+        def gru(*where: Index) -> None:
             z = T.bind(sigmoid(before(0, *where), bind=T.bind))
             if anchor.linear_before_reset:
                 r = T.bind(sigmoid(before(1, *where), bind=T.bind))
@@ -185,32 +194,37 @@ def _body(
             else:
                 n = before(2, *where)
             n = T.bind(tanh(n, bind=T.bind))
-            write(h, add(mul(sub(const(1, z), z), n), mul(z, old)), *where)
+            write(add(mul(sub(const(1, z), z), n), mul(z, old(*where))), *where)
 
         def gated_reset(row: Index, at: Index, valid: int) -> None:
             r = T.bind(sigmoid(before(1, row, at, valid), bind=T.bind))
-            reset.store(row * hidden + at, mul(r, h.load(row * hidden + at, lanes, valid)), lanes, valid)
+            reset.store(row * hidden + at, mul(r, old(row, at, valid)), lanes, valid)
 
-        def lstm(row: Index, at: Index, valid: int) -> None:
-            where, c = (row, at, valid), results[1]
+        def lstm(*where: Index) -> None:
+            row, at, valid = where
             i, o, f = (T.bind(sigmoid(before(gate, *where), bind=T.bind)) for gate in range(3))
             cell = T.bind(tanh(before(3, *where), bind=T.bind))
+            c = results[1]
             new = T.bind(add(mul(f, c.load(row * hidden + at, lanes, valid)), mul(i, cell)))
             c.store(row * hidden + at, new, lanes, valid)
-            write(h, mul(o, T.bind(tanh(new, bind=T.bind))), *where)
+            write(mul(o, T.bind(tanh(new, bind=T.bind))), *where)
 
-        def write(state: Flat, value: Expr, row: Index, at: Index, valid: int) -> None:
+        def write(value: Expr, row: Index, at: Index, valid: int) -> None:
             value = T.bind(value)
-            state.store(row * hidden + at, value, lanes, valid)
+            h.store(then + row * hidden + at, value, lanes, valid)
             sequence.store(t * (anchor.batch * hidden) + row * hidden + at, value, lanes, valid)
 
+        update = gru if anchor.kind == "gru" else lstm
         if reset is not h:
-            each(gated_reset)
-            product(1, reset)
-        each(gru if anchor.kind == "gru" else lstm)
+            phase(0, h, now, gated_reset)
+            phase(1, reset, 0, update)
+        else:
+            phase(0, h, now, update)
 
-    for source, state in zip(initial, results, strict=True):
-        emit.copy(state, 0, source, 0, anchor.batch * hidden, lanes)
-    with emit.loop(anchor.steps) as step:
-        product(0, h)
-        update(anchor.steps - 1 - step if anchor.reverse else step)
+    size = anchor.batch * hidden
+    for source, state in zip(initial, (h, *results[1:]), strict=True):
+        emit.copy(state, 0, source, 0, size, lanes)
+    with emit.team(threads), emit.loop(anchor.steps) as number:
+        now = number % 2 * size
+        step(anchor.steps - 1 - number if anchor.reverse else number, now, size - now)
+    emit.copy(results[0], 0, h, anchor.steps % 2 * size, size, lanes)
