@@ -24,4 +24,4 @@ def workload(model: onnx.ModelProto) -> Workload:
 @pytest.fixture
 def small_kernels_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """By threads, as only large ones are."""
-    monkeypatch.setattr(grain, "SPLIT_PAYS_S", -1.0)
+    monkeypatch.setattr(grain, "REGION_S", -1.0)

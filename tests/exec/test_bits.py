@@ -113,7 +113,7 @@ def inputs_of(workload: Workload) -> list[np.ndarray]:
 
 @pytest.fixture(autouse=True)
 def small_passes_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grain, "SPLIT_PAYS_S", -1.0)
+    monkeypatch.setattr(grain, "REGION_S", -1.0)
 
 
 def assert_one_result(workloads: dict[str, Workload]) -> None:

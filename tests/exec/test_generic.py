@@ -243,7 +243,7 @@ def _run(main: relax.Function, prefix: str, module: Any, inputs: Sequence[np.nda
 
 @pytest.fixture(autouse=True)
 def small_functions_are_shared_too(monkeypatch):
-    monkeypatch.setattr(grain, "SPLIT_PAYS_S", -1.0)
+    monkeypatch.setattr(grain, "REGION_S", -1.0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -48,7 +48,7 @@ def networks(draw: Draw, graphs: int) -> Network:
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_values_are_right_and_every_choice_gives_the_same_bits(shard: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(grain, "SPLIT_PAYS_S", -1.0)  # small kernels are shared by threads too
+    monkeypatch.setattr(grain, "REGION_S", -1.0)  # small kernels are shared by threads too
 
     @seed(FIRST_SEED + shard)
     @settings(

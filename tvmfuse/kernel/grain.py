@@ -4,7 +4,7 @@ Threads never share a reduction, so that the answer changes the time and not the
 
 What is parallel, and where it stops scaling. A model's kernels run one after the other, each cut along its outermost loop (tiles of the
 output; for all else rows) into one even run a thread, with a barrier at its end. So n threads are held back by
-    - kernels that stay on the caller: what takes less than SPLIT_PAYS_S;
+    - kernels that stay on the caller: what is too short to pay for a parallel region;
     - recurrences: their threads share each step and meet at its end, which pays for some 200 hidden units and a few threads;
     - uneven runs: T tiles take ceil(T / n) turns, 7x7x512 in 7x64 tiles has 56 of them: all of 28 threads are used and 7/8 of 32;
     - the barrier: microseconds, more with each thread and across sockets; 100 kernels of 50 us leave 2 of 3 ms to 16 threads;
@@ -19,17 +19,16 @@ import math
 
 from ..values import Machine, Workload
 
-# Waking a parallel region costs some microseconds (about 5 seen on TVM's pool): below four times that, a second thread loses.
-SPLIT_PAYS_S = 20e-6
-# Threads that wait for each other within a region, for each of them: about one microsecond seen with two.
-MEETING_S = 0.5e-6
+# Starting a parallel region, and a meeting of its threads within it, for each thread: 1.2 us and 0.3 to 1 us were seen with two. Split
+# work pays from four times that: what the other threads wrote before lies in their caches, as far away as memory.
+REGION_S, MEETING_S = 0.6e-6, 0.25e-6
 # Only for that decision: a core of 3 GHz with two FMA ports, and 8 GB/s to and from memory.
 CORE_HZ, FMA_PORTS, STREAM_BYTES_PER_S = 3e9, 2, 8e9
 
 
 def threads_for(machine: Machine, seconds: float, meetings: int = 0) -> int:
     """Of a kernel that one thread runs in about `seconds`, and in which several would meet so many times."""
-    return machine.threads if seconds > SPLIT_PAYS_S + 2 * MEETING_S * machine.threads * meetings else 1
+    return machine.threads if seconds > 4 * machine.threads * (REGION_S + MEETING_S * meetings) else 1
 
 
 def compute_seconds(workload: Workload, machine: Machine, flop: int | None = None) -> float:
