@@ -26,7 +26,7 @@ from .forkserver import START_TIMEOUT_S, ForkServer, Worker
 from .host import target_features
 
 TRACKER_TIMEOUT_S = 15.0
-ACQUIRE_TIMEOUT_S = 60.0
+ACQUIRE_TIMEOUT_S = 120.0  # a small board takes half of that to end what the connection before has left, and to start anew
 TRANSFER_TIMEOUT_S = 300.0  # a small board's linker takes minutes for a whole model
 ANSWER_MARGIN_S = 30.0  # the device itself says when a kernel hangs; this long after that the device counts as gone
 MOST_DEVICES = 256
