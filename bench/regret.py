@@ -29,6 +29,7 @@ from tvmfuse.decide import search
 from tvmfuse.decide.cost_model import AnalyticPrior
 from tvmfuse.decide.log import Log, is_finished
 from tvmfuse.errors import TargetMismatch
+from tvmfuse.kernel.space import candidates_of
 from tvmfuse.measure.device import LocalDevice
 from tvmfuse.measure.host import host, required_features, toolchain
 from tvmfuse.tuning import working_set
@@ -76,7 +77,7 @@ def tune(prepared: Prepared, plan: Plan, seconds: float) -> None:
         def tune_one(demand: search.Demand, share: float) -> search.SiteResult:
             print(f"tuning {demand.workload}", file=sys.stderr)
             workload = demand.workload
-            candidates, conditions = kernel.candidates(workload, plan.machine), plan.chooser.conditions(workload)
+            candidates, conditions = plan.chooser.contest(workload)
             return search.tune_site(workload, candidates, device, log, conditions, budget_s=share, rank=prior.rank)
 
         search.spend([d for d in demands if len(kernel.candidates(d.workload, plan.machine)) > 1], seconds, tune_one)
@@ -95,7 +96,7 @@ def oracle(prepared: Prepared, plan: Plan, seconds: float) -> tuple[dict[Workloa
         for workload in workloads:
             choice = plan.chooser.choice(workload)
             tuned = best[workload] = choice.candidate
-            rivals = [c for c in kernel.candidates(workload, plan.machine) if c.knobs == tuned.knobs and c != tuned]
+            rivals = [c for c in candidates_of(workload, [dict(tuned.knobs)]) if c != tuned]
             if not rivals:
                 continue
             conditions = plan.chooser.conditions(workload)

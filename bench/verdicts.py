@@ -25,11 +25,10 @@ from pathlib import Path
 
 from tvmfuse import kernel
 from tvmfuse.building import plan_for
-from tvmfuse.decide.log import Conditions, Log
+from tvmfuse.decide.log import Log
 from tvmfuse.decide.search import tune_site
 from tvmfuse.kernel.family import Kernel
 from tvmfuse.measure.device import LocalDevice
-from tvmfuse.measure.host import host, toolchain
 from tvmfuse.values import Candidate, Epilogue, Machine, Matmul, Operand, Step, Workload
 
 TOGETHER = 8
@@ -51,7 +50,7 @@ def outcomes(tries: int, gain: bool, begin: int = 0, seconds: float = math.inf) 
         built = kernel.build_kernel(workload, default, machine)
         return replace(built, launches=built.launches * (LAUNCHES - (gain and candidate != default)))
 
-    conditions = Conditions(host(), 1, toolchain(), kernel.digest(WORKLOAD, plan.machine))
+    conditions = plan.chooser.conditions(WORKLOAD)
     end, took_s, done = time.monotonic() + seconds, 0.0, begin
     while done < tries and (began := time.monotonic()) + took_s <= end:
         twins = [Candidate("register", 10 + i, default.knobs) for i in range(min(TOGETHER, tries - done))]

@@ -78,9 +78,22 @@ class Chooser:
         return kernel.candidates(workload, self.machine, self.numerics)
 
     def conditions(self, workload: Workload) -> Conditions:
-        """Under which what is measured of these candidates is recorded; only where there is a host."""
+        """Under which what is measured of these candidates is recorded; only where there is a host.
+
+        The default is that of the log's records, if they still hold: they go on when a release would begin with another one.
+        """
         assert self.host is not None
-        return Conditions(self.host, self.machine.threads, self.toolchain, kernel.digest(workload, self.machine, self.numerics))
+        known = self.log and self.log.default(workload, *self._here, self._digest(workload, self.numerics))
+        default = known or self.candidates(workload)[0]
+        digest = kernel.digest(workload, self.machine, default, self.numerics)
+        assert digest is not None
+        return Conditions(*self._here, digest, default)
+
+    def contest(self, workload: Workload) -> tuple[tuple[Candidate, ...], Conditions]:
+        """What tuning measures, the default first, and under which conditions."""
+        conditions = self.conditions(workload)
+        assert conditions.default is not None
+        return tuple(dict.fromkeys((conditions.default, *self.candidates(workload)))), conditions
 
     def _choose(self, workload: Workload) -> Choice:
         if workload in self.tried:
@@ -99,7 +112,7 @@ class Chooser:
         verdict = match.record.verdict
         assert verdict is not None
         if match.candidate is None:
-            return Choice(default, "measured")
+            return Choice(match.record.conditions.default or default, "measured")
         return Choice(match.candidate, "measured", verdict.ratio, verdict.ci)
 
     def match(self, workload: Workload) -> Match | None:
@@ -110,10 +123,19 @@ class Chooser:
         return found
 
     def _match(self, workload: Workload, numerics: Numerics) -> Match | None:
-        if self.log is None or self.host is None or not self.log.decides(workload):  # a digest takes as long as a kernel
+        if self.log is None or self.host is None:
             return None
-        digest = kernel.digest(workload, self.machine, numerics)
-        return self.log.best(workload, self.host, self.machine.threads, self.toolchain, digest, numerics)
+        why_not = functools.partial(kernel.why_not, workload, machine=self.machine)
+        return self.log.best(workload, *self._here, self._digest(workload, numerics), numerics, why_not)
+
+    @property
+    def _here(self) -> tuple[Host, int, Mapping[str, str]]:
+        assert self.host is not None
+        return self.host, self.machine.threads, self.toolchain
+
+    def _digest(self, workload: Workload, numerics: Numerics) -> Callable[[Candidate], str | None]:
+        """Of today's kernels, for a default; it takes as long as some kernels."""
+        return lambda default: kernel.digest(workload, self.machine, default, numerics)
 
     def _predicted(self, workload: Workload) -> Choice | None:
         candidates = first_tiles(kernel.candidates(workload, self.machine))

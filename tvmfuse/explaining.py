@@ -170,12 +170,13 @@ def cost(workload: Workload, candidate: Candidate) -> Cost:
 
 def _options(workload: Workload, plan: Plan, chosen: Candidate) -> tuple[Option, ...]:
     """The default, what was chosen, and what was measured here."""
-    prior, default = AnalyticPrior(plan.machine), plan.chooser.candidates(workload)[0]
+    prior, chooser = AnalyticPrior(plan.machine), plan.chooser
+    conditions = chooser.conditions(workload) if chooser.log is not None and chooser.host is not None else None
+    default = (conditions and conditions.default) or chooser.candidates(workload)[0]
     base = prior.seconds(workload, default)
     verdicts: dict[Candidate, Verdict | None] = {default: None, chosen: None}
-    chooser = plan.chooser
-    if chooser.log is not None and chooser.host is not None:
-        history = chooser.log.history(workload, chooser.conditions(workload))
+    if chooser.log is not None and conditions:
+        history = chooser.log.history(workload, conditions)
         verdicts |= {r.candidate: r.verdict for r in history if r.verdict and r.kind != "site"}
     predicted = {candidate: prior.seconds(workload, candidate) for candidate in verdicts}
     return tuple(Option(c, predicted[c], predicted[c] / base, verdict) for c, verdict in verdicts.items())
@@ -185,6 +186,9 @@ def _why(choice: Choice, match: Match | None) -> str:
     source = choice.source
     if source == "predicted" and choice.candidate.algorithm:
         return "predicted from the multiplications that it saves, not measured here yet"
+    if source == "measured" and match and match.skipped:
+        passed_over = "; ".join(f"{candidate} won but can't be replayed: {reason}" for candidate, reason in match.skipped)
+        return f"measured, where {passed_over}"
     if source == "measured" and match and match.record.verdict:
         verdict = match.record.verdict
         if match.candidate:

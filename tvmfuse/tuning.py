@@ -142,7 +142,7 @@ def tune(
         def tune_one(demand: search.Demand, share: float) -> search.SiteResult:
             done = min(1.0, (time.monotonic() - began) / job.budget_s)
             progress(done, f"{_so_far(decided, len(job.demands))}; {demand.name}")
-            candidates, conditions = plan.chooser.candidates(demand.workload), plan.chooser.conditions(demand.workload)
+            candidates, conditions = plan.chooser.contest(demand.workload)
             result = search.tune_site(demand.workload, candidates, device, job.log, conditions, budget_s=share, rank=job.rank)
             decided[demand.workload] = result
             return result
@@ -226,7 +226,8 @@ def _job(
     ranker = _ranker(log, plan.machine) if numerics == "exact" else AnalyticPrior(plan.machine)
     demands = []
     for workload, count in counts.items():
-        candidates, history = plan.chooser.candidates(workload), log.history(workload, plan.chooser.conditions(workload))
+        candidates, conditions = plan.chooser.contest(workload)
+        history = log.history(workload, conditions)
         if len(candidates) > 1 and not is_finished(history):
             noisy = sum(record.verdict is not None and record.verdict.outcome == "too noisy" for record in history)
             gain_s = _expected_gain_s(workload, candidates, plan.machine, ranker) / (1 + noisy)

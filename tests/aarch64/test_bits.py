@@ -25,7 +25,7 @@ from bench import models
 from tvmfuse import gate, kernel
 from tvmfuse.building import compile_model, plan_for, prepare
 from tvmfuse.choose import Chooser, Fuse
-from tvmfuse.decide.log import Conditions, Log, Record
+from tvmfuse.decide.log import Log, Record
 from tvmfuse.errors import DeviceLost
 from tvmfuse.measure.device import Place
 from tvmfuse.measure.forkserver import ForkServer
@@ -36,7 +36,7 @@ from tvmfuse.measure.whole import Sample
 from tvmfuse.values import NEON, Candidate, Verdict
 
 ROOT = Path(os.environ.get("TVMFUSE_AARCH64_ROOT", ""))
-START_S = 300.0  # emulated Python imports TVM in about ten seconds, beside other work in a minute
+START_S = 120.0  # emulated Python imports TVM in about ten seconds
 INSIDE = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": "/opt/tvmfuse:/opt/site"}
 
 pytestmark = pytest.mark.skipif(ROOT == Path(), reason="needs an emulated AArch64 root: make test-aarch64")
@@ -170,7 +170,7 @@ def test_model_built_from_records_alone_has_the_bits_of_this_machine(rpc: str, f
     workload = next(site.workload for site in prepare(model, shapes).sites if site.workload.epilogue.steps)
     apart = next(c for c in kernel.candidates(workload, there) if c.placement == "separate")
     won = Verdict("wins", apart, 0.9, (0.88, 0.93), 0.001, 15, "for this test")
-    conditions = Conditions(device.host, 1, toolchain(), kernel.digest(workload, there))
+    conditions = Chooser("measured", there, host=device.host, toolchain=toolchain()).conditions(workload)
     Log([tmp_path]).append(Record.of(workload, won, conditions))
     built = tvmfuse.build(model, shapes, logs=tmp_path, host=device.host.key)
     assert {site.placement for site in built.sites if site.source == "measured"} == {"separate"}

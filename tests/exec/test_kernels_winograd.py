@@ -187,7 +187,8 @@ def test_refuses(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ScheduleRefused, match=reason):
         kernel.build_kernel(workload, of("winograd4", good)[0], HOST)
     assert kernel.candidates(workload, HOST, "relaxed") == kernel.candidates(workload, HOST)
-    assert kernel.digest(workload, HOST, "relaxed") == kernel.digest(workload, HOST)
+    default = kernel.candidates(workload, HOST)[0]
+    assert kernel.digest(workload, HOST, default, "relaxed") == kernel.digest(workload, HOST, default)
 
 
 @pytest.mark.parametrize("anchor", [Elementwise((4, 4)), Conv2dTranspose(1, 5, 5, 4, 4, 3, 3), PlanarConv2d(1, 5, 5, 4, 4, 3, 3)], ids=str)
@@ -214,4 +215,4 @@ def test_relaxed_candidates_stand_beside_the_exact_ones_and_the_prior_chooses_th
         assert [c for c in relaxed if c.numerics == "exact"] == list(exact)
         assert {c.algorithm for c in relaxed} == {None, *WINOGRAD}
         assert {c.algorithm for c in exact} == {None}
-        assert kernel.digest(workload, HOST, "relaxed") != kernel.digest(workload, HOST)
+        assert kernel.digest(workload, HOST, exact[0], "relaxed") != kernel.digest(workload, HOST, exact[0])

@@ -13,7 +13,8 @@ from tvm.relax.frontend import nn
 
 import tvmfuse
 from tvmfuse import graph, kernel
-from tvmfuse.decide.log import Conditions, Log, Record
+from tvmfuse.choose import Chooser
+from tvmfuse.decide.log import Log, Record
 from tvmfuse.graph.sites import find_sites, recurrences
 from tvmfuse.measure.host import host, host_target, machine, toolchain
 from tvmfuse.values import Verdict
@@ -156,7 +157,7 @@ def test_what_was_measured_here_decides_also_for_a_target_that_names_this_cpu(ma
     here = machine(target, 1)
     apart = next(c for c in kernel.candidates(site.workload, here) if c.placement == "separate")
     won = Verdict("wins", apart, 0.9, (0.88, 0.93), 0.001, 15, "for this test")
-    conditions = Conditions(host(), 1, toolchain(), kernel.digest(site.workload, here))
+    conditions = Chooser("measured", here, host=host(), toolchain=toolchain()).conditions(site.workload)
     Log([tmp_path]).append(Record.of(site.workload, won, conditions))
     x = np.random.default_rng(8).standard_normal((3, 8), np.float32)
     measured = tvm.compile(made(), target, relax_pipeline=tvmfuse.pipeline(target, logs=tmp_path))

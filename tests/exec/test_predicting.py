@@ -76,7 +76,7 @@ def test_prediction_has_the_defaults_bits(model: onnx.ModelProto, plan: building
 
 def test_verdict_outranks_a_prediction(model: onnx.ModelProto, plan: building.Plan, tmp_path: Path) -> None:
     log, workload = Log([tmp_path / "log"]), building.prepare(model).sites[0].workload
-    here = Conditions(host(), 1, toolchain(), kernel.digest(workload, plan.machine))
+    here = plan.chooser.conditions(workload)
     kept = Verdict("keeps default", Candidate("separate", 0), 1.1, (1.05, 1.2), 0.001, 15, "slower here")
     log.append(*others(model, plan), Record.of(workload, kept, here))
     (site,) = tvmfuse.build(model, threads=1, logs=tmp_path / "log").sites
@@ -150,7 +150,7 @@ def test_build_with_a_log_is_a_replay(model: onnx.ModelProto, plan: building.Pla
     """The same decisions in, the same kernels out, and nothing is measured."""
     workload = building.prepare(model).sites[0].workload
     tile = next(c for c in kernel.candidates(workload, plan.machine) if c.placement == "tile")
-    here = Conditions(host(), 1, toolchain(), kernel.digest(workload, plan.machine))
+    here = plan.chooser.conditions(workload)
     Log([tmp_path / "log"]).append(Record.of(workload, Verdict("wins", tile, 0.9, (0.88, 0.93), 0.001, 30, "quicker"), here))
     for used in ("ForkServer", "LocalDevice"):
         if hasattr(device, used):

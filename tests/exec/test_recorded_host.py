@@ -12,7 +12,8 @@ import pytest
 import tvmfuse
 from tests import small_models
 from tvmfuse import building, kernel
-from tvmfuse.decide.log import Conditions, Log, Record
+from tvmfuse.choose import Chooser
+from tvmfuse.decide.log import Log, Record
 from tvmfuse.errors import UnsupportedError, UsageError
 from tvmfuse.measure.host import host, isa_of, machine, parse_target, recorded_target, target_features, toolchain
 from tvmfuse.values import NEON, Candidate, Host, Verdict
@@ -32,7 +33,8 @@ def won(model: onnx.ModelProto, there: Host, threads: int) -> tuple[Record, Cand
     measured = machine(recorded_target(there), threads, there)
     winner = next(c for c in kernel.candidates(site.workload, measured) if c.placement == "tile")
     verdict = Verdict("wins", winner, 0.9, (0.88, 0.93), 0.001, 15, "for this test")
-    return Record.of(site.workload, verdict, Conditions(there, threads, toolchain(), kernel.digest(site.workload, measured))), winner
+    conditions = Chooser("measured", measured, host=there, toolchain=toolchain()).conditions(site.workload)
+    return Record.of(site.workload, verdict, conditions), winner
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from onnx import TensorProto, helper
 
 import tvmfuse
 from tvmfuse import building, cache, kernel
-from tvmfuse.decide.log import Conditions, Log, Record
+from tvmfuse.choose import Chooser
+from tvmfuse.decide.log import Log, Record
 from tvmfuse.errors import UsageError
 from tvmfuse.measure.host import host, toolchain
 from tvmfuse.values import Candidate, Numerics, Verdict, Workload
@@ -36,7 +37,7 @@ def model() -> onnx.ModelProto:
 
 
 def decided(workload: Workload, candidate: Candidate, plan: building.Plan, numerics: Numerics, ratio: float) -> Record:
-    conditions = Conditions(host(), 1, toolchain(), kernel.digest(workload, plan.machine, numerics))
+    conditions = Chooser("measured", plan.machine, host=host(), toolchain=toolchain(), numerics=numerics).conditions(workload)
     return Record.of(workload, Verdict("wins", candidate, ratio, (ratio - 0.01, ratio + 0.01), 0.001, 15, "for this test"), conditions)
 
 
@@ -109,9 +110,7 @@ def test_exact_verdict_holds_in_a_relaxed_build_only_where_the_prior_likes_no_re
 
     assert first() == ("winograd4", "register", "predicted")
     monkeypatch.setattr(kernel.conv2d, "cycles", lambda *_: 0.0)
-    kernel.digest.cache_clear()
     assert first() == (None, "tile", "measured")
-    kernel.digest.cache_clear()
 
 
 def test_tuning_measures_errors_and_decides_for_relaxed_builds_alone(model: onnx.ModelProto, workload: Workload, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from tests import small_models
 from tvmfuse import building, kernel, tuning
 from tvmfuse.choose import Chooser
 from tvmfuse.decide import cost_model
-from tvmfuse.decide.log import Conditions, Log, Record, is_finished
+from tvmfuse.decide.log import Log, Record, is_finished
 from tvmfuse.decide.search import SiteResult
 from tvmfuse.errors import UsageError
 from tvmfuse.gate import Comparison
@@ -29,7 +29,7 @@ def model() -> onnx.ModelProto:
 
 
 def decided(workload: Workload, candidate: Candidate, plan: building.Plan, **changes: object) -> Record:
-    conditions = Conditions(host(), plan.machine.threads, toolchain(), kernel.digest(workload, plan.machine))
+    conditions = plan.chooser.conditions(workload)
     verdict = Verdict("wins", candidate, 0.9, (0.88, 0.93), 0.001, 15, "for this test")
     return Record.of(workload, verdict, dataclasses.replace(conditions, **changes))  # type: ignore[arg-type]
 
@@ -119,6 +119,54 @@ def test_build_takes_the_recorded_winner(model: onnx.ModelProto, workload: Workl
     first, second = tvmfuse.build(model, threads=1, logs=tmp_path).sites
     assert (first.placement, first.cut, first.source, first.ratio, first.ci) == ("tile", 1, "measured", 0.9, (0.88, 0.93))
     assert (second.placement, second.source) == ("register", "default")
+
+
+def liking_the_last(tiles: Callable[..., list[dict[str, int | str]]]) -> Callable[..., list[dict[str, int | str]]]:
+    return lambda workload, machine: tiles(workload, machine)[::-1]
+
+
+def test_kept_default_is_the_one_that_was_measured_whatever_is_first_today(
+    model: onnx.ModelProto, workload: Workload, plan: building.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default, tile = (next(c for c in kernel.candidates(workload, plan.machine) if c.placement == p) for p in ("register", "tile"))
+    kept = decided(workload, tile, plan)
+    assert kept.verdict is not None and kept.conditions.default == default
+    Log([tmp_path]).append(dataclasses.replace(kept, verdict=dataclasses.replace(kept.verdict, outcome="keeps default")))
+    monkeypatch.setattr(kernel.matmul, "tiles", liking_the_last(kernel.matmul.tiles))
+    again = building.plan_for(None, 1, "measured", tmp_path).chooser
+    choice = again.choice(workload)
+    assert again.candidates(workload)[0] != default
+    assert (choice.candidate, choice.source) == (default, "measured")
+    candidates, conditions = again.contest(workload)
+    assert candidates[0] == default and conditions == kept.conditions, "tuning goes on against the same default"
+
+
+def test_winner_is_replayed_although_it_is_listed_no_more(
+    model: onnx.ModelProto, workload: Workload, plan: building.Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = [c for c in kernel.candidates(workload, plan.machine) if c.placement == "tile"][-1]
+    Log([tmp_path]).append(decided(workload, last, plan))
+    monkeypatch.setattr(kernel.space, "TILES", 1)
+    chooser = building.plan_for(None, 1, "measured", tmp_path).chooser
+    assert last not in chooser.candidates(workload) and chooser.choice(workload).candidate == last
+    site, _ = tvmfuse.build(model, threads=1, logs=tmp_path).sites
+    assert (site.placement, site.source) == ("tile", "measured")
+
+
+def test_winner_that_is_no_candidate_any_more_is_skipped_with_its_reason(
+    model: onnx.ModelProto, workload: Workload, plan: building.Plan, tmp_path: Path
+) -> None:
+    default, second = (next(c for c in kernel.candidates(workload, plan.machine) if c.placement == p) for p in ("register", "separate"))
+    gone = Candidate("tile", default.cut, tuple((name, 99 if name == "mr" else value) for name, value in default.knobs))
+    Log([tmp_path]).append(decided(workload, gone, plan))
+    (site, _), (said, _) = tvmfuse.build(model, threads=1, logs=tmp_path).sites, tvmfuse.explain(model, threads=1, logs=tmp_path).sites
+    assert (site.placement, site.cut, site.source) == ("register", default.cut, "measured")
+    assert "mr=99" in said.why and "won but can't be replayed: a 99x" in said.why and "registers" in said.why
+    next_best = decided(workload, second, plan)
+    assert next_best.verdict is not None
+    Log([tmp_path]).append(dataclasses.replace(next_best, verdict=dataclasses.replace(next_best.verdict, ratio=0.95)))
+    site, _ = tvmfuse.build(model, threads=1, logs=tmp_path).sites
+    assert (site.placement, site.ratio) == ("separate", 0.95)
 
 
 @pytest.mark.parametrize(

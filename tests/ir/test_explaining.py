@@ -12,11 +12,11 @@ from onnx import TensorProto, helper
 
 import tvmfuse
 from tvmfuse import building, explaining, kernel
-from tvmfuse.decide.log import Conditions, Log, Record
+from tvmfuse.decide.log import Log, Record
 from tvmfuse.errors import UsageError
 from tvmfuse.explaining import REMEDIES, cost
 from tvmfuse.graph.hoist import Rule
-from tvmfuse.measure.host import host, toolchain
+from tvmfuse.measure.host import host
 from tvmfuse.values import Candidate, Conv2d, Cost, Epilogue, Level, Matmul, Operand, Recurrent, Roofline, Step, Verdict, Workload
 
 
@@ -104,7 +104,7 @@ def workload() -> Workload:
 def recorded(workload: Workload, plan: building.Plan, outcome: str, ratio: float, **changes: object) -> Record:
     tile = next(c for c in kernel.candidates(workload, plan.machine) if c.placement == "tile")
     verdict = Verdict(outcome, tile, ratio, (ratio - 0.01, ratio + 0.01), 0.001, 15, "for this test")  # type: ignore[arg-type]
-    conditions = Conditions(host(), plan.machine.threads, toolchain(), kernel.digest(workload, plan.machine))
+    conditions = plan.chooser.conditions(workload)
     return Record.of(workload, verdict, dataclasses.replace(conditions, **changes))  # type: ignore[arg-type]
 
 

@@ -15,10 +15,10 @@ from tvmfuse.values import Candidate, Epilogue, Host, Matmul, Measurement, Opera
 
 HOST = Host("AuthenticAMD", 25, 17, 1, ("avx2", "avx512f", "fma"), 32 << 10, 1 << 20, 32 << 20)
 TOOLCHAIN = {"tvmfuse": "0.1", "tvm": "0.27.0", "tvm_ffi": "0.1.14", "llvm": "22.1.0"}
-HERE = Conditions(HOST, 1, TOOLCHAIN, "d1")
 BIAS_RELU = Epilogue((Step("add", ("%0", "$0")), Step("relu", ("%1",))), (Operand((64,), (2,), constant=True),))
 WORKLOAD = Workload(Matmul(1, 8, 64, 32), BIAS_RELU)
 DEFAULT = Candidate("register", 2, (("mr", 6), ("nr", 64)))
+HERE = Conditions(HOST, 1, TOOLCHAIN, "d1", DEFAULT)
 TILE, APART = Candidate("tile", 2, (("mr", 6), ("nr", 64))), Candidate("separate", 0, (("mr", 6), ("nr", 64)))
 
 
@@ -27,7 +27,7 @@ def verdict(candidate: Candidate = TILE, outcome: str = "wins", ratio: float = 0
 
 
 def best(log: Log, host: Host = HOST, threads: int = 1, toolchain: dict[str, str] = TOOLCHAIN, digest: str = "d1"):  # noqa: ANN201
-    return log.best(WORKLOAD, host, threads, toolchain, digest)
+    return log.best(WORKLOAD, host, threads, toolchain, lambda _: digest)
 
 
 def test_records_come_back_as_written(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_relaxed_verdict_is_never_used_nor_hinted_at_where_exact_is_asked_for(tm
     log = Log([tmp_path])
     log.append(Record.of(WORKLOAD, verdict(RELAXED, ratio=0.4), HERE), Record.of(WORKLOAD, verdict(TILE, ratio=0.9), HERE))
     assert best(log).candidate == TILE
-    relaxed = log.best(WORKLOAD, HOST, 1, TOOLCHAIN, "d1", "relaxed")
+    relaxed = log.best(WORKLOAD, HOST, 1, TOOLCHAIN, lambda _: "d1", "relaxed")
     assert relaxed is not None and relaxed.candidate == RELAXED
     alone = Log([tmp_path / "alone"])
     alone.append(Record.of(WORKLOAD, verdict(RELAXED, ratio=0.4), HERE))
@@ -164,7 +164,7 @@ def test_other_thread_count_or_workload_never_matches(tmp_path: Path) -> None:
     log = Log([tmp_path])
     log.append(Record.of(WORKLOAD, verdict(), HERE))
     assert best(log, threads=2) is None
-    assert log.best(Workload(Matmul(1, 8, 64, 33)), HOST, 1, TOOLCHAIN, "d1") is None
+    assert log.best(Workload(Matmul(1, 8, 64, 33)), HOST, 1, TOOLCHAIN, lambda _: "d1") is None
 
 
 def test_use_is_preferred_to_a_better_hint(tmp_path: Path) -> None:

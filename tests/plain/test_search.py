@@ -17,7 +17,6 @@ from tvmfuse.decide.search import Demand, SiteResult, allot, spend, tune_site
 from tvmfuse.errors import DeviceError
 from tvmfuse.values import Candidate, Epilogue, Host, Matmul, Measurement, Step, Workload
 
-HERE = Conditions(Host("AuthenticAMD", 25, 17, 1, ("avx2",), 1, 2, 3), 1, {"tvm": "0.27", "llvm": "22"}, "d1")
 WORKLOAD = Workload(Matmul(1, 8, 64, 32), Epilogue((Step("relu", ("%0",)),)))
 
 
@@ -27,6 +26,7 @@ def tile(placement: str, mr: int) -> Candidate:
 
 CANDIDATES = [tile(placement, mr) for mr in (6, 4, 8, 2, 1) for placement in ("register", "tile", "separate")]
 DEFAULT = CANDIDATES[0]
+HERE = Conditions(Host("AuthenticAMD", 25, 17, 1, ("avx2",), 1, 2, 3), 1, {"tvm": "0.27", "llvm": "22"}, "d1", DEFAULT)
 
 
 class SimulatedMachine:
@@ -92,21 +92,21 @@ def tune(simulated: SimulatedMachine, folder: Path, budget_s: float = math.inf, 
 def test_faster_candidate_is_chosen_and_remembered(tmp_path: Path) -> None:
     found = tune(machine(tile_8=0.8, separate_4=0.9), tmp_path)
     assert found.choice == tile("tile", 8) and found.verdict is not None and found.verdict.outcome == "wins"
-    match = Log([tmp_path]).best(WORKLOAD, HERE.host, 1, HERE.toolchain, "d1")
+    match = Log([tmp_path]).best(WORKLOAD, HERE.host, 1, HERE.toolchain, lambda _: "d1")
     assert match is not None and (match.kind, match.candidate) == ("use", tile("tile", 8))
 
 
 def test_default_stays_among_equals(tmp_path: Path) -> None:
     found = tune(machine(), tmp_path)
     assert found.choice == DEFAULT and {v.outcome for v in found.verdicts} == {"keeps default"}
-    match = Log([tmp_path]).best(WORKLOAD, HERE.host, 1, HERE.toolchain, "d1")
+    match = Log([tmp_path]).best(WORKLOAD, HERE.host, 1, HERE.toolchain, lambda _: "d1")
     assert match is not None and match.candidate is None
 
 
 def test_biased_control_decides_nothing(tmp_path: Path) -> None:
     found = tune(machine(bias=0.2, tile_8=0.5), tmp_path)
     assert found.choice == DEFAULT and found.too_noisy
-    assert Log([tmp_path]).best(WORKLOAD, HERE.host, 1, HERE.toolchain, "d1") is None
+    assert Log([tmp_path]).best(WORKLOAD, HERE.host, 1, HERE.toolchain, lambda _: "d1") is None
 
 
 def test_wrong_bits_are_never_timed_and_never_tried_again(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_winners_of_different_processes_meet_in_the_same_ones(tmp_path: Path, mo
     monkeypatch.setattr(simulated, "open_process", moody)
     found = tune(simulated, tmp_path)
     assert found.choice == tile("tile", 8)
-    match = Log([tmp_path]).best(WORKLOAD, HERE.host, 1, HERE.toolchain, "d1")
+    match = Log([tmp_path]).best(WORKLOAD, HERE.host, 1, HERE.toolchain, lambda _: "d1")
     assert match is not None and match.candidate == found.choice
 
 

@@ -12,6 +12,7 @@ under a file lock and fsync them, so that readers need no lock. A line that is t
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -20,7 +21,7 @@ import re
 import tempfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,12 +47,17 @@ DECIDED = ("wins", "keeps default", "undecided")  # "too noisy" and "failed" dec
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a record holds for. `kernel_digest` is of the lowered IR of the workload's family."""
+    """What a record holds for.
+
+    kernel_digest  of the lowered IR of the workload's family.
+    default        the candidate that all others are compared with. None in what a release before this field wrote: never used, a hint.
+    """
 
     host: Host
     threads: int
     toolchain: Mapping[str, str]
     kernel_digest: str
+    default: Candidate | None = None
 
 
 @dataclass(frozen=True)
@@ -132,13 +138,15 @@ class Match:
     """What the log knows of a workload.
 
     kind       "use": measured under these very conditions; "hint": on another CPU, toolchain or kernel, to be measured again.
-    candidate  None when the default was measured and stays.
+    candidate  None when the default was measured and stays: the one of the record's conditions.
     record     the verdict that decided.
+    skipped    winners that can't be replayed any more, each with the reason.
     """
 
     kind: Literal["use", "hint"]
     candidate: Candidate | None
     record: Record
+    skipped: tuple[tuple[Candidate, str], ...] = ()
 
 
 class Log:
@@ -217,26 +225,43 @@ class Log:
         host: Host,
         threads: int,
         toolchain: Mapping[str, str],
-        kernel_digest: str,
+        digest: Callable[[Candidate], str | None],
         numerics: Numerics = "exact",
+        why_not: Callable[[Candidate], str | None] = lambda candidate: None,
     ) -> Match | None:
         """The decision recorded for a workload, or None.
+
+        digest   what a record's kernel digest would be today, if it was measured against this default; None if that can't be replayed.
+        why_not  why a winner can't be replayed, or None: then the next best holds, or the default that it was measured against.
 
         Used     same host key, threads, TVM, LLVM and kernel digest.
         Hint     the record's ISA features are a subset of this host's, but host, compiler or digest differ.
         Never    other threads, a feature that this host lacks, or a relaxed candidate where exact ones are asked for.
         """
-        groups: dict[tuple[tuple[bool, bool, bool], str], list[Record]] = defaultdict(list)
+        groups: dict[tuple[tuple[bool, bool, bool], str, str], list[Record]] = {}
+        digest = functools.cache(digest)
         for record in self._of(workload.hash(), decisions_only=True):
             there = record.conditions
             allowed = numerics == "relaxed" or record.candidate.numerics == "exact"
             if allowed and there.threads == threads and set(there.host.features) <= set(host.features):
-                same = there.host.key == host.key, _compiler(there.toolchain) == _compiler(toolchain), there.kernel_digest == kernel_digest
-                groups[same, there.host.key].append(record)
-        for same, key in sorted(groups, reverse=True):
-            if deciding := _deciding(groups[same, key]):
-                return Match("use" if all(same) else "hint", deciding.candidate if _won(deciding) else None, deciding)
+                here, compiler = there.host.key == host.key, _compiler(there.toolchain) == _compiler(toolchain)
+                same = here, compiler, here and compiler and _is_of(there, digest)
+                group = same, there.host.key, there.kernel_digest
+                groups[group] = groups.pop(group, [])  # so that the newest is last
+                groups[group].append(record)
+        for group in sorted(reversed(groups), key=lambda group: group[:2], reverse=True):
+            if match := _replayed(groups[group], why_not) if all(group[0]) else _hinted(groups[group]):
+                return match
         return None
+
+    def default(
+        self, workload: Workload, host: Host, threads: int, toolchain: Mapping[str, str], digest: Callable[[Candidate], str | None]
+    ) -> Candidate | None:
+        """The one that rivals were measured against last under these very conditions; arguments as for `best`."""
+        wanted, digest = (host.key, threads, _compiler(toolchain)), functools.cache(digest)
+        newest_first = (record.conditions for record in reversed(self._of(workload.hash())))
+        alike = (there for there in newest_first if (there.host.key, there.threads, _compiler(there.toolchain)) == wanted)
+        return next((there.default for there in alike if _is_of(there, digest)), None)
 
     def relative_error(self, workload: Workload, algorithm: str) -> float | None:
         """The newest that was measured of an algorithm's candidates; their bits are equal, on every host."""
@@ -344,6 +369,7 @@ def _shared_json(workload: Workload, conditions: Conditions) -> dict[str, Any]:
         "threads": conditions.threads,
         "toolchain": dict(conditions.toolchain),
         "kernel_digest": conditions.kernel_digest,
+        **({"default": conditions.default.to_json()} if conditions.default else {}),
     }
 
 
@@ -483,9 +509,11 @@ def _records_of(data: Mapping[str, Any], known: _Known) -> list[Record]:
         if workload.hash() != data["workload_hash"]:
             raise ValueError("workload_hash is not that of the structure")
         known.structure, known.workload = structure, workload
-    conditions_data = [data[name] for name in ("host", "threads", "toolchain", "kernel_digest")]
+    conditions_data = [data[name] for name in ("host", "threads", "toolchain", "kernel_digest")] + [data.get("default")]
     if known.conditions is None or known.conditions_data != conditions_data:
-        known.conditions = Conditions(_host(data["host"]), int(data["threads"]), dict(data["toolchain"]), str(data["kernel_digest"]))
+        default = Candidate.from_json(data["default"]) if data.get("default") else None
+        toolchain, digest = dict(data["toolchain"]), str(data["kernel_digest"])
+        known.conditions = Conditions(_host(data["host"]), int(data["threads"]), toolchain, digest, default)
         known.conditions_data = conditions_data
     own = data["batch"] if data["kind"] == "batch" else [data]
     return [_record_of(record, known.workload, known.conditions) for record in own]
@@ -523,6 +551,29 @@ def _key(conditions: Conditions) -> tuple[object, ...]:
 
 def _won(record: Record) -> bool:
     return record.verdict is not None and record.verdict.outcome == "wins"
+
+
+def _is_of(there: Conditions, digest: Callable[[Candidate], str | None]) -> bool:
+    """Whether today's kernels are those that were measured."""
+    return there.default is not None and there.kernel_digest == digest(there.default)
+
+
+def _hinted(records: Sequence[Record]) -> Match | None:
+    if (deciding := _deciding(records)) is None:
+        return None
+    return Match("hint", deciding.candidate if _won(deciding) else None, deciding)
+
+
+def _replayed(records: Sequence[Record], why_not: Callable[[Candidate], str | None]) -> Match | None:
+    """What records of the same conditions have decided; a winner that can't be replayed leaves it to the others, at last to the default."""
+    skipped: dict[Candidate, str] = {}
+    found = deciding = _deciding(records)
+    while deciding and _won(deciding) and (reason := why_not(deciding.candidate)):
+        skipped[deciding.candidate] = reason
+        deciding = _deciding([record for record in records if record.candidate not in skipped])
+    if (found := deciding or found) is None:
+        return None
+    return Match("use", deciding.candidate if deciding and _won(deciding) else None, found, tuple(skipped.items()))
 
 
 def _deciding(records: Sequence[Record]) -> Record | None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
 
+import tvm_ffi
+
+from ..errors import ScheduleRefused
 from ..values import WINOGRAD, Candidate, Conv2d, Machine, Numerics, Workload
 from . import conv2d, conv2d_transpose, depthwise, elementwise, matmul, planar_conv2d, recurrent, winograd
-from .family import Family, Kernel
+from .family import Family, Kernel, Tile
+
+Way = tuple[tuple[str, str], ...]
 
 FAMILIES: dict[str, Family] = {
     "matmul": matmul,
@@ -48,18 +56,61 @@ def build_kernel(workload: Workload, candidate: Candidate, machine: Machine) -> 
     return family.kernel(workload, candidate, machine)
 
 
-@functools.lru_cache(maxsize=4096)
-def digest(workload: Workload, machine: Machine, numerics: Numerics = "exact") -> str:
-    """Of the code that the family emits for a workload: one candidate of each placement on the default tile.
+def why_not(workload: Workload, candidate: Candidate, machine: Machine) -> str | None:
+    """Why a recorded candidate can't be replayed; None when it can, even where the analytic prior ranks it too low to be listed."""
+    if candidate in candidates(workload, machine, candidate.numerics):
+        return None
+    ways = _ways(workload, machine, candidate.numerics)
+    alike = [tile for tile in ways.values() if tile.keys() == dict(candidate.knobs).keys()]
+    if not alike or _way(candidate.knobs) not in ways:
+        return f"{workload.family} knows no such knobs"
+    if any(isinstance(value, int) and value < 1 for _, value in candidate.knobs):
+        return "a knob is not positive"
+    try:
+        build_kernel(workload, candidate, machine)
+    except ScheduleRefused as refusal:
+        return str(refusal)
+    return None
 
-    A release that doesn't change a family keeps its digests, and with them the records measured under them. Where there are relaxed
-    candidates, their records have another digest than exact ones.
+
+@functools.lru_cache(maxsize=4096)
+def digest(workload: Workload, machine: Machine, default: Candidate, numerics: Numerics = "exact") -> str | None:
+    """Of the code that the family emits for a workload; None when `default` is no candidate any more.
+
+    That is the code of the default that rivals were measured against, with its epilogue in each placement, and of one tile for every
+    other way that the family has (loop order, padding, algorithm): the same tile where it goes with that, else the least. No analytic
+    prior has a say in it. So a release that prefers other tiles, or doesn't change a family, keeps the records, and one that emits
+    other code doesn't. Where there are relaxed candidates, their records have another digest than exact ones.
     """
-    whole = len(workload.epilogue.steps)
-    default = FAMILIES[workload.family].candidates(workload, machine)[0]
-    chosen = [default, Candidate("tile", whole, default.knobs), Candidate("separate", 0, default.knobs)] if whole else [default]
-    found = candidates(workload, machine, numerics)
-    chosen += {c.algorithm: c for c in reversed(found) if c.algorithm}.values()
-    texts = [launch.func.script() for place in chosen for launch in build_kernel(workload, place, machine).launches]
-    texts += [f"default {found[0]}"] if found[0].algorithm else []
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    if why_not(workload, default, machine):
+        return None
+    whole, ways = len(workload.epilogue.steps), _ways(workload, machine, numerics)
+    chosen = [default, *([Candidate("tile", whole, default.knobs), Candidate("separate", 0, default.knobs)] if whole else [])]
+    kernels = [build_kernel(workload, place, machine) for place in chosen]
+    kernels += [_in_way(workload, default, least, machine) for way, least in ways.items() if way != _way(default.knobs)]
+    hashes = [tvm_ffi.structural_hash(launch.func) for built in kernels for launch in built.launches]  # as text it takes ten times as long
+    return hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]
+
+
+def _ways(workload: Workload, machine: Machine, numerics: Numerics) -> dict[Way, Tile]:
+    """The knobs that aren't numbers, as all legal tiles have them -> the least tile that has them so."""
+    tiles = list(FAMILIES[workload.family].tiles(workload, machine))
+    if numerics == "relaxed" and not why_not_relaxed(workload):
+        tiles += [tile for m in WINOGRAD.values() for _, tile in winograd.tiles(workload, m, machine)]
+    found: dict[Way, Tile] = {}
+    for tile in sorted(tiles, key=lambda tile: sorted(tile.items(), key=lambda knob: knob[0]), reverse=True):
+        found[_way(tile.items())] = tile
+    return dict(sorted(found.items()))
+
+
+def _in_way(workload: Workload, default: Candidate, least: Tile, machine: Machine) -> Kernel:
+    """The default's tile the way of `least`, or that one where they don't go together."""
+    own = dict(default.knobs)
+    if own.keys() == least.keys():
+        with contextlib.suppress(ScheduleRefused):
+            return build_kernel(workload, replace(default, knobs=tuple(sorted({**own, **dict(_way(least.items()))}.items()))), machine)
+    return build_kernel(workload, replace(default, knobs=tuple(sorted({**least, "threads": own["threads"]}.items()))), machine)
+
+
+def _way(knobs: Iterable[tuple[str, int | str]]) -> Way:
+    return tuple(sorted((name, value) for name, value in knobs if isinstance(value, str)))

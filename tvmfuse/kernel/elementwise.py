@@ -22,12 +22,17 @@ from .placement import apply
 CHUNK = 2048  # elements of the innermost axis that one step of the shared loop handles: 8 KiB of float32, a quarter of an L1
 
 
-def candidates(workload: Workload, machine: Machine) -> tuple[Candidate, ...]:
+def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
+    """Rows have no tile: a single entry."""
     anchor = workload.anchor
     assert isinstance(anchor, Elementwise)
     moved = math.prod(anchor.shape) * (8 + sum(4 for o in workload.epilogue.operands if math.prod(o.shape) > 1))
-    threads = threads_for(machine, moved / STREAM_BYTES_PER_S)
-    return (Candidate("register", len(workload.epilogue.steps), (("threads", threads),)),)
+    return [{"threads": threads_for(machine, moved / STREAM_BYTES_PER_S)}]
+
+
+def candidates(workload: Workload, machine: Machine) -> tuple[Candidate, ...]:
+    (tile,) = tiles(workload, machine)
+    return (Candidate("register", len(workload.epilogue.steps), tuple(tile.items())),)
 
 
 def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel:

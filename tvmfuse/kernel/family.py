@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from tvm import tirx
 from ..values import Candidate, Machine, Workload
 
 Packer = Callable[[np.ndarray], np.ndarray]
+Tile = Mapping[str, int | str]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ class Kernel:
 
 class Family(Protocol):
     """One anchor family, one module."""
+
+    def tiles(self, workload: Workload, machine: Machine) -> Sequence[Tile]:
+        """All legal tiles with their modes, in the order of the analytic prior. Which there are doesn't depend on that."""
 
     def candidates(self, workload: Workload, machine: Machine) -> tuple[Candidate, ...]:
         """Every legal candidate, the default first, then in the order of the analytic prior."""

@@ -88,7 +88,7 @@ def _columns(anchor: Conv2d, lanes: int) -> int:
 
 def tiles(workload: Workload, m: int, machine: Machine) -> list[tuple[float, dict[str, int | str]]]:
     """Legal register tiles and blocks with their cycles by the analytic prior, the best first."""
-    return sorted(_tiles(workload, m, machine), key=lambda found: found[0])[:TILES]
+    return sorted(_tiles(workload, m, machine), key=lambda found: found[0])
 
 
 def _tiles(workload: Workload, m: int, machine: Machine) -> Iterator[tuple[float, dict[str, int | str]]]:
@@ -139,7 +139,7 @@ def _blocks(anchor: Conv2d, m: int, rows: int, machine: Machine) -> list[int]:
 
 
 def candidates(workload: Workload, m: int, machine: Machine) -> tuple[Candidate, ...]:
-    return candidates_of(workload, [tile for _, tile in tiles(workload, m, machine)])
+    return candidates_of(workload, [tile for _, tile in tiles(workload, m, machine)[:TILES]])
 
 
 def beside(workload: Workload, exact: tuple[Candidate, ...], machine: Machine) -> tuple[Candidate, ...]:
