@@ -14,7 +14,7 @@ ACCEPTED = (
     "mobilenetv2", "squeezenet", "resnet50", "inception_v1", "inception_v2", "shufflenet", "densenet121",
 )  # fmt: skip
 TOLERANCE = 1e-4  # of the output's own scale
-WAYS = [("always", 1), ("always", 2), ("never", 1), ("never", 2), ("measured", 1), ("measured", 2)]
+WAYS = [("always", 1), ("never", 2), ("measured", 1), ("measured", 2)]  # a build of a large model is half a minute
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

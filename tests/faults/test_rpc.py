@@ -27,7 +27,7 @@ from tvmfuse.building import plan_for
 from tvmfuse.decide import search
 from tvmfuse.decide.log import Log
 from tvmfuse.errors import DeviceError, DeviceLost, UsageError
-from tvmfuse.measure import remote
+from tvmfuse.measure import forkserver, remote
 from tvmfuse.measure.device import Place
 from tvmfuse.measure.forkserver import ForkServer
 from tvmfuse.measure.host import host
@@ -295,6 +295,21 @@ def test_device_that_somebody_else_holds_is_waited_for_but_not_for_ever(tracker:
         monkeypatch.undo()
         with remote.connected(rpc, server) as places:
             assert places[0].identity.complete
+
+
+def test_slow_device_has_the_time_to_start_that_it_gives_itself(tracker: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small board imports TVM for a minute before its first process starts; a device that is gone answers nothing."""
+    asked: list[float] = []
+    with served(tracker, "slow"), ForkServer() as server, remote.connected(f"127.0.0.1:{tracker}/slow", server) as (place,):
+        call = place.call
+
+        def spying(do: str, timeout_s: float, **arguments: Any) -> Any:
+            asked.append(timeout_s)
+            return call(do, timeout_s, **arguments)
+
+        monkeypatch.setattr(place, "call", spying)
+        assert place.start(1).alive
+    assert asked[0] > forkserver.START_TIMEOUT_S >= 120
 
 
 def test_absent_tracker_is_told(model: onnx.ModelProto, tmp_path: Path) -> None:

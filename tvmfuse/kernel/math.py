@@ -168,10 +168,28 @@ def log(x: Expr, bind: Bind) -> Expr:
     """Natural logarithm, at most 1 ulp off: NaN below 0, -infinity at either 0."""
     mantissa, exponent = _split(x, bind)
     f = bind(tirx.Sub(mantissa, const(1, x)))
-    finite = fma(exponent, const(LN2_HIGH, x), fma(mul(f, f), _horner(f, LOG1P), f))
+    finite = _log(f, exponent)
     not_positive = tirx.Select(tirx.EQ(x, const(0, x)), const(-math.inf, x), const(math.nan, x))
     unbounded = tirx.Select(tirx.LT(x, const(math.inf, x)), finite, x)
     return tirx.Select(tirx.GT(x, const(0, x)), unbounded, not_positive)
+
+
+@_function(_libm("atanh"))
+def atanh(x: Expr, bind: Bind) -> Expr:
+    """log1p(t) / 2 with t = 2|x| / (1 - |x|) and the sign of x, at most 2.1 ulp off: infinite at 1, NaN beyond. TVM's subtracts two
+    logarithms, which leaves nothing of small x.
+
+    With 1 + t = m * 2**e and s = 2**-e, m - 1 = t * s + (s - 1) is rounded once, as in N. Juffa's my_log1pf.
+    """
+    one = const(1, x)
+    magnitude = bind(tirx.abs(x))
+    t = bind(div(tirx.Add(magnitude, magnitude), tirx.Sub(one, magnitude)))
+    exponent = bind(_exponent(tirx.reinterpret(_typed("int32", x), tirx.Add(one, t))))
+    s = bind(tirx.reinterpret(x.ty.dtype, (tirx.const(127, exponent.ty.dtype) - exponent) << tirx.const(23, exponent.ty.dtype)))
+    f = bind(fma(t, s, tirx.Sub(s, one)))
+    finite = mul(_log(f, tirx.Cast(x.ty.dtype, exponent)), const(0.5, x))
+    beyond = tirx.Select(tirx.EQ(magnitude, one), const(math.inf, x), const(math.nan, x))
+    return copysign(tirx.Select(tirx.LT(magnitude, one), finite, beyond), x)
 
 
 @_function(tirx.pow)
@@ -290,10 +308,20 @@ def _split(x: Expr, bind: Bind) -> tuple[Expr, Expr]:
     integer = _typed("int32", x)
     denormal = tirx.LT(x, const(2.0**-126, x))
     bits = bind(tirx.reinterpret(integer, tirx.Select(denormal, mul(x, const(2.0**23, x)), x)))
-    exponent = bind((bits - tirx.const(0x3F2AAAAB, integer)) >> tirx.const(23, integer))  # 0x3F2AAAAB is 2/3
+    exponent = bind(_exponent(bits))
     mantissa = tirx.reinterpret(x.ty.dtype, bits - (exponent << tirx.const(23, integer)))
     shifted = tirx.Add(tirx.Cast(x.ty.dtype, exponent), tirx.Select(denormal, const(-23, x), const(0, x)))
     return bind(mantissa), bind(shifted)
+
+
+def _exponent(bits: Expr) -> Expr:
+    """e with x = m * 2**e and 2/3 <= m < 4/3 of the bits of a positive normal x, as int32."""
+    return (bits - tirx.const(0x3F2AAAAB, bits.ty.dtype)) >> tirx.const(23, bits.ty.dtype)  # 0x3F2AAAAB is 2/3
+
+
+def _log(f: Expr, exponent: Expr) -> Expr:
+    """log((1 + f) * 2**exponent) for |f| <= 1/3."""
+    return fma(exponent, const(LN2_HIGH, f), fma(mul(f, f), _horner(f, LOG1P), f))
 
 
 def relu(x: Expr) -> Expr:

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..errors import DeviceError, DeviceLost
 
-START_TIMEOUT_S = 60.0  # the server itself, which imports TVM
+START_TIMEOUT_S = 180.0  # the server itself, which imports TVM: two seconds here, a minute on a small board that does other things too
 DEATH_TIMEOUT_S = 5.0
 MAX_REQUEST = 4096
 

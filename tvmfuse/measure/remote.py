@@ -22,13 +22,13 @@ from tvm.target import Target
 from ..errors import DeviceError, DeviceLost, UsageError
 from ..values import Host, Machine
 from .device import Place, Runner, transfer_s
-from .forkserver import ForkServer, Worker
+from .forkserver import START_TIMEOUT_S, ForkServer, Worker
 from .host import target_features
 
 TRACKER_TIMEOUT_S = 15.0
-ACQUIRE_TIMEOUT_S = 30.0
-TRANSFER_TIMEOUT_S = 120.0
-ANSWER_MARGIN_S = 15.0  # the device itself says when a kernel hangs; this long after that the device counts as gone
+ACQUIRE_TIMEOUT_S = 120.0  # a small board takes half of that to end what the connection before has left, and to start anew
+TRANSFER_TIMEOUT_S = 300.0  # a small board's linker takes minutes for a whole model
+ANSWER_MARGIN_S = 30.0  # the device itself says when a kernel hangs; this long after that the device counts as gone
 MOST_DEVICES = 256
 
 
@@ -71,7 +71,7 @@ class RemotePlace(Place):
 
     def start(self, threads: int) -> Runner:
         if self.identity.complete:
-            number = self.request({"do": "start", "threads": threads}, TRACKER_TIMEOUT_S + ANSWER_MARGIN_S)
+            number = self.request({"do": "start", "threads": threads}, START_TIMEOUT_S + ANSWER_MARGIN_S)
             return _Served(self, number)
         self._uploaded.clear()  # they are the connection's
         self.call("fresh", ACQUIRE_TIMEOUT_S)

@@ -33,7 +33,7 @@ _READ_FLOAT_SHAPES = frozenset(("Range", "Resize", "Upsample"))
 # Operators that are taken apart into those that ONNX defines them by, because TVM has no converter for them or a wrong one.
 BY_DEFINITION = frozenset(
     "Attention BlackmanWindow CastLike CausalConvWithState CenterCropPad HammingWindow HannWindow LinearAttention "
-    "MeanVarianceNormalization NegativeLogLikelihoodLoss RotaryEmbedding SoftmaxCrossEntropyLoss SwiGLU Swish".split()
+    "MeanVarianceNormalization NegativeLogLikelihoodLoss RotaryEmbedding SoftmaxCrossEntropyLoss SwiGLU".split()
 )
 _RANDOM = frozenset("Bernoulli Multinomial RandomNormal RandomNormalLike RandomUniform RandomUniformLike".split())
 LARGEST = 2**31 - 1  # elements of a tensor
