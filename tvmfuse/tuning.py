@@ -130,6 +130,7 @@ def tune(
         else:
             server = stack.enter_context(ForkServer())
             places = stack.enter_context(connected(rpc, server))
+            began = time.monotonic()  # to wait for a device costs nothing of the budget
             job, pool = _job(model, shapes, threads, budget, logs, numerics, places[0].identity), Pool[Place](places)
             if not is_foreign(job.plan.target):
                 linker()  # as above; for another architecture the device links

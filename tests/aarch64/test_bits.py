@@ -158,7 +158,7 @@ def test_model_has_the_bits_of_this_machine(rpc: str, name: str, fuse: Fuse, fol
 
 def test_tuned_model_has_the_bits_of_this_machine(rpc: str, folder: Path, tmp_path: Path) -> None:
     model, shapes, _ = case("dfn3_df_dec_s1")
-    summary = tvmfuse.tune(model, shapes, threads=1, budget="30s", logs=tmp_path, rpc=rpc)
+    summary = tvmfuse.tune(model, shapes, threads=1, budget="60s", logs=tmp_path, rpc=rpc)
     assert summary.results and not any(result.failures for result in summary.results) and not summary.gate_failure
     assert_same_bits(tvmfuse.build(model, shapes, threads=1, logs=tmp_path, rpc=rpc), "dfn3_df_dec_s1", folder)
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -149,9 +150,21 @@ def blamed(logs: Path) -> list[str]:
     return [record.error for record in Log([logs]).records() if record.error]
 
 
-def test_device_is_identified_measured_and_built_for(model: onnx.ModelProto, tracker: int, tmp_path: Path) -> None:
+def test_device_is_waited_for_identified_measured_and_built_for(
+    model: onnx.ModelProto, tracker: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = [0.0]
+
+    @contextlib.contextmanager
+    def after_an_hour(*arguments: Any) -> Iterator[list[remote.RemotePlace]]:
+        with remote.connected(*arguments) as places:
+            waited[0] = 3600.0
+            yield places
+
+    monkeypatch.setattr(tuning, "connected", after_an_hour)
+    monkeypatch.setattr(tuning, "time", types.SimpleNamespace(monotonic=lambda: time.monotonic() + waited[0]))
     with served(tracker, "whole"):
-        summary = tuned(model, tracker, "whole", tmp_path, budget="9s")
+        summary = tuned(model, tracker, "whole", tmp_path, budget="20s")
         assert summary.results and not blamed(tmp_path)
         # Loopback: the device is this machine
         assert [path.name for path in tmp_path.glob("*.jsonl")] == [f"{host().key}.jsonl"]
