@@ -102,12 +102,13 @@ def bench(
         timed: dict[Entry, Process] = {}
         progress("loading")
         wanted = [entry for entry in entries if entry.reason is None]
-        with ThreadPoolExecutor(LOADING) as pool:
-            for entry, result in zip(wanted, pool.map(load, wanted), strict=True):
-                if isinstance(result, str):
-                    rows[entry] = dataclasses.replace(rows[entry], reason=result)
-                else:
-                    timed[entry], rows[entry] = result
+        # Left after the processes, so that an interrupt doesn't wait for one that takes long to load
+        pool = stack.enter_context(ThreadPoolExecutor(LOADING))
+        for entry, result in zip(wanted, pool.map(load, wanted), strict=True):
+            if isinstance(result, str):
+                rows[entry] = dataclasses.replace(rows[entry], reason=result)
+            else:
+                timed[entry], rows[entry] = result
         progress("timing")
         times = _times(rows, timed, seconds)
         for entry, measured in times.items():

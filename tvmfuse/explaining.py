@@ -33,6 +33,7 @@ REMEDIES: dict[Rule, str] = {
 }
 WHY: dict[str, str] = {
     "measured": "measured, default kept",
+    "undecided": "measured, undecided, default kept",
     "predicted": "predicted from what was measured of other sites, not measured here yet",
     "default": "default: not measured here yet",
     "forced": "forced by fuse",
@@ -73,6 +74,7 @@ class Explained:
     """One site with its prediction.
 
     why              what decided; hint: a record of another CPU, toolchain or kernel, to be measured again, in words.
+    undecided        it was measured, and whether another candidate is faster stayed open.
     predicted_s      seconds of the chosen candidate by the analytic prior.
     predicted_ratio  the same over the default's, or what the model trained on the log says where that chose.
     bytes_saved      what fusing the epilogue doesn't write and read again.
@@ -82,6 +84,7 @@ class Explained:
 
     site: Site
     why: str
+    undecided: bool
     hint: str | None
     predicted_s: float
     predicted_ratio: float
@@ -143,10 +146,12 @@ def _explained(found: FoundSite, plan: Plan, blocked: tuple[Blocked, ...], limit
     match = plan.chooser.match(workload)
     options = _options(workload, plan, choice.candidate)
     chosen = next(option for option in options if option.candidate == choice.candidate)
+    undecided = _is_undecided(choice, options)
     size = math.prod(workload.anchor.output_shape()) * ITEM_BYTES.get(workload.output_dtype, 4)
     return Explained(
         site=described(found, plan.chooser),
-        why=_why(choice, match),
+        why=_why(choice, match, undecided),
+        undecided=undecided,
         hint=_hint(match) if match and match.kind == "hint" else None,
         predicted_s=chosen.predicted_s,
         predicted_ratio=choice.ratio if choice.source == "predicted" and choice.ratio else chosen.predicted_ratio,
@@ -182,7 +187,12 @@ def _options(workload: Workload, plan: Plan, chosen: Candidate) -> tuple[Option,
     return tuple(Option(c, predicted[c], predicted[c] / base, verdict) for c, verdict in verdicts.items())
 
 
-def _why(choice: Choice, match: Match | None) -> str:
+def _is_undecided(choice: Choice, options: tuple[Option, ...]) -> bool:
+    outcomes = {option.verdict.outcome for option in options if option.verdict}
+    return choice.source == "measured" and choice.ci is None and "undecided" in outcomes and "keeps default" not in outcomes
+
+
+def _why(choice: Choice, match: Match | None, undecided: bool) -> str:
     source = choice.source
     if source == "predicted" and choice.candidate.algorithm:
         return "predicted from the multiplications that it saves, not measured here yet"
@@ -194,7 +204,7 @@ def _why(choice: Choice, match: Match | None) -> str:
         if match.candidate:
             return f"measured: {verdict.why}"
         subject = "" if match.record.kind == "site" else f"{verdict.candidate.placement} "
-        return f"{WHY[source]}: {subject}{verdict.why}"
+        return f"{WHY['undecided' if undecided else source]}: {subject}{verdict.why}"
     return WHY[source]
 
 

@@ -53,6 +53,7 @@ DEFAULT, TILE = Candidate("register", 2, (("mr", 6),)), Candidate("tile", 1, (("
 EXPLAINED = Explained(
     site=SITE,
     why="measured: at least 8.0% faster",
+    undecided=False,
     hint=None,
     predicted_s=2e-6,
     predicted_ratio=0.95,

@@ -138,6 +138,15 @@ def test_ratios_have_their_intervals() -> None:
     assert low < ratio < high
 
 
+def test_a_site_that_stayed_open_is_called_undecided() -> None:
+    (_, rival, *_) = FINDINGS.sites
+    assert rival.rivals and rival.decided
+    bare = dataclasses.replace(rival, state="bare", decided=False)
+    assert dataclasses.replace(FINDINGS, sites=[bare]).counts()["undecided"] == 1
+    kept, stayed_open = (render(dataclasses.replace(FINDINGS, sites=[dataclasses.replace(rival, decided=d)])) for d in (True, False))
+    assert ">undecided, default kept<" in stayed_open and ">undecided, default kept<" not in kept and ">default kept<" in kept
+
+
 def test_a_model_that_was_never_tuned_says_so() -> None:
     untuned = dataclasses.replace(FINDINGS, sites=[site("conv1")])
     assert "No site of this model was measured" in render(untuned)
@@ -167,19 +176,25 @@ const said = [];
 for (const id of ["site-table", "kernel-table"]) {
   const table = document.getElementById(id), heads = table.tHead.rows[0].cells;
   const ranks = () => [...table.tBodies[0].rows].map(row => row.cells[0].textContent.trim()).join("");
-  const click = at => { heads[at].firstElementChild.click(); return ranks() + heads[at].getAttribute("aria-sort"); };
+  const click = at => {
+    heads[at].firstElementChild.focus();
+    document.activeElement.click();
+    return ranks() + heads[at].getAttribute("aria-sort");
+  };
   said.push(click(0), click(0), click(4), click(1));
 }
+said.push(document.querySelectorAll("details").length, document.querySelectorAll("details[open]").length);
 document.title = document.title + " sorted " + said.join(" ");
 </script></body>"""
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
-def test_in_a_browser_it_opens_silently_and_sorts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "unfolded"), [(1200, 1), (600, 0)])
+def test_in_a_browser_it_opens_silently_sorts_and_folds(tmp_path: Path, width: int, unfolded: int) -> None:
     page = tmp_path / "report.html"
     page.write_text(PAGE.replace("</body>", TRIAL), encoding="utf-8")
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    options = ["--enable-logging=stderr", "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
+    options = ["--enable-logging=stderr", f"--window-size={width},800", "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
     done = subprocess.run(
         [*command, *options], capture_output=True, text=True, timeout=90, check=True, env={**os.environ, "HOME": str(tmp_path)}
     )
@@ -188,4 +203,4 @@ def test_in_a_browser_it_opens_silently_and_sorts(tmp_path: Path) -> None:
     # Each table by number up and down, then by ratio or time, then by name.
     sites = "1234ascending 4321descending 1432ascending 4123ascending"
     kernels = "123ascending 321descending 321ascending 321ascending"
-    assert title is not None and title[1] == f"enc.onnx · tvmfuse sorted {sites} {kernels}"
+    assert title is not None and title[1] == f"enc.onnx · tvmfuse sorted {sites} {kernels} 1 {unfolded}"

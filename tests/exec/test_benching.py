@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import multiprocessing.context
 import os
 import signal
+import tempfile
 
 import numpy as np
 import onnx
@@ -63,6 +65,17 @@ def test_a_process_that_dies_says_of_what() -> None:
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(DeviceError, match="SIGKILL"):
             process.load()
+
+
+def test_a_process_interrupted_while_it_starts_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    def start(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", start)
+    with pytest.raises(KeyboardInterrupt), Process("onnxruntime", "m.onnx", {}, ()):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_runner_that_fails_while_timed_leaves_the_others() -> None:

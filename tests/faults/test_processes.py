@@ -62,6 +62,40 @@ def test_killed_parent_leaves_no_process_even_if_a_kernel_hangs(how: signal.Sign
     assert gone(pids) == []
 
 
+# One runtime that is loading, from a FIFO that nobody writes, and one that is stopped since it isn't its turn.
+BENCHING = """
+import json, sys, threading, time
+from tvmfuse.errors import DeviceError
+from tvmfuse.peers.process import Process
+
+if __name__ == "__main__":
+    with Process("onnxruntime", sys.argv[1], {}, ()) as busy, Process("onnxruntime", "nowhere.onnx", {}, ()) as stopped:
+        try:
+            stopped.load()
+        except DeviceError:
+            pass
+        threading.Thread(target=busy.load, daemon=True).start()
+        time.sleep(1)
+        print(json.dumps([busy.pid, stopped.pid]), flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_bench_leaves_no_runtime(how: signal.Signals, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.onnx")
+    script = tmp_path / "benching.py"
+    script.write_text(BENCHING)
+    run = subprocess.Popen([sys.executable, script, tmp_path / "model.onnx"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert run.stdout is not None
+    pids = json.loads(run.stdout.readline())
+    assert gone(pids, 0.2) == pids
+    assert psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED
+    run.send_signal(how)
+    run.wait(20)
+    assert gone(pids) == []
+
+
 def test_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
     """Ctrl-C reaches every process of the terminal's group."""
     run, pids = start_hanging(tmp_path / "module")

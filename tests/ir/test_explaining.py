@@ -125,6 +125,13 @@ def test_a_default_that_was_kept_says_what_lost(workload: Workload, tmp_path: Pa
     assert site.why == "measured, default kept: tile for this test"
 
 
+def test_a_site_whose_measuring_stayed_open_is_undecided(workload: Workload, tmp_path: Path) -> None:
+    plan = building.plan_for(None, 1, "always", None)
+    Log([tmp_path]).append(recorded(workload, plan, "undecided", 0.99))
+    (site,) = tvmfuse.explain(FUSED, threads=1, logs=tmp_path).sites
+    assert (site.undecided, site.why) == (True, "measured, undecided, default kept: tile for this test")
+
+
 def test_a_record_of_another_cpu_is_a_hint(workload: Workload, tmp_path: Path) -> None:
     plan = building.plan_for(None, 1, "always", None)
     other = dataclasses.replace(host(), stepping=99, name="Another CPU")

@@ -108,7 +108,7 @@ def as_data(e: Explained) -> dict[str, Any]:
     options = [{**asdict(option), "candidate": option.candidate.to_json()} for option in e.options]
     for option in options:
         (option["verdict"] or {}).pop("candidate", None)
-    fields = ("why", "hint", "predicted_s", "predicted_ratio", "bytes_saved", "bound_s")
+    fields = ("why", "undecided", "hint", "predicted_s", "predicted_ratio", "bytes_saved", "bound_s")
     told = {name: getattr(e, name) for name in fields}
     return {**describe(e.site), **told, "options": options, "blocked": [asdict(b) for b in e.blocked]}
 

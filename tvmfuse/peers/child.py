@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
@@ -71,8 +73,9 @@ class Held:
 def main(pipe: Connection, log: str, threads: int) -> None:
     """Answer (method, arguments) with (value, None) or (None, error) until the parent hangs up. All that is printed goes to `log`."""
     os.setpgid(0, 0)  # so that it ends together with the compilers that it has started
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    target = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(target, 1)
     os.dup2(target, 2)
     # Read when a runtime's library is loaded, or at its first parallel call.
@@ -89,6 +92,14 @@ def main(pipe: Connection, log: str, threads: int) -> None:
         except Exception as error:  # whatever a runtime raises is its result
             answer = None, f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_ERROR]
         pipe.send(answer)
+
+
+def _end_with_parent() -> None:
+    """A killed parent hangs up, but what is busy for hours wouldn't hear it. (What is stopped the system ends: its group is an orphan.)"""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
 
 
 def _resident() -> int:

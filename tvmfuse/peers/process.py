@@ -37,12 +37,16 @@ class Process:
 
     def __enter__(self) -> Process:
         self._closed = False
-        descriptor, self._log = tempfile.mkstemp(prefix="tvmfuse-", suffix=".log")
-        os.close(descriptor)
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
+        descriptor, self._log = tempfile.mkstemp(prefix="tvmfuse-", suffix=".log")
+        os.close(descriptor)
         self._process = spawn.Process(target=main, args=(theirs, self._log, self._threads), daemon=True)
-        self._process.start()
+        try:
+            self._process.start()
+        except BaseException:  # Ctrl-C: a block that isn't entered isn't left either
+            self.close()
+            raise
         theirs.close()
         return self
 
@@ -59,10 +63,11 @@ class Process:
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # its group is not there before it has come that far
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join()
+        if self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # its group is not there before it has come that far
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.join()
         self._pipe.close()
         Path(self._log).unlink(missing_ok=True)
 

@@ -80,7 +80,7 @@ def _line(e: Explained) -> SiteLine:
         crossed=", ".join(site.crossed),
         placement=f"{site.placement} {site.cut}/{len(site.workload.epilogue.steps)}" if site.placement else "–",
         state=_state(site),
-        decided=site.source == "measured",
+        decided=site.source == "measured" and not e.undecided,
         why=e.why,
         hint=e.hint,
         ratio=site.ratio if site.ci else None,

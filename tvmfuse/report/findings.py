@@ -26,7 +26,7 @@ class SiteLine:
     """One site. rivals: (candidate, ratio to the default, interval) of everything measured here, the chosen one apart.
 
     state     "fused", "separate", "bare" (nothing follows the anchor).
-    decided   whether it was measured here; blocked: what stays out of its loop, each as a sentence.
+    decided   whether measuring here came to a decision; blocked: what stays out of its loop, each as a sentence.
     """
 
     name: str
@@ -84,5 +84,5 @@ class Findings:
             "fused": states["fused"],
             "separate": states["separate"],
             "refused": sum(bool(site.blocked) for site in self.sites),
-            "undecided": sum(site.state != "bare" and not site.decided for site in self.sites),
+            "undecided": sum((site.state != "bare" or bool(site.rivals)) and not site.decided for site in self.sites),
         }
