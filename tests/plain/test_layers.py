@@ -37,7 +37,7 @@ LAYERS = (
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 TVM_FREE = ("values", "errors", "files", "decide")
-PRINTERS = ("cli", "report")
+PRINTERS = ("cli", "report", "__main__")  # the last sets the streams up
 
 
 def imports(source: str, module: str) -> Iterator[str]:
