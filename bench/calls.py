@@ -42,15 +42,16 @@ def measure(name: str, threads: int) -> tuple[int, dict[str, float]]:
     import tvm
 
     import tvmfuse
-    from tvmfuse.session import bound_function, virtual_machine
+    from tvmfuse.runtime import virtual_machine
+    from tvmfuse.session import bound_function
 
     session = tvmfuse.build(models.load(name), shapes=models.shapes(name), threads=threads)
     feeds = models.inputs(name)
     outputs = {info.name: np.empty(info.shape, info.dtype) for info in session.get_outputs()}
-    vm = virtual_machine(session.program)
+    vm = virtual_machine(session.program.module)
     bound = bound_function(session.program, vm, "main", [*(feeds[info.name] for info in session.get_inputs()), *outputs.values()])
     ways = {
-        "own": lambda number: vm.module.time_evaluator("call", tvm.cpu(), number=number)().mean,
+        "own": lambda number: vm.time_evaluator("call", tvm.cpu(), number=number)().mean,
         "bind": _timed(bound),  # what `session.bind` returns; another one's workspace would lie elsewhere, which takes more than a call
         "run": _timed(lambda: session.run(None, feeds)),
     }

@@ -8,7 +8,6 @@ import itertools
 import json
 import mmap
 import os
-import shutil
 import struct
 import tempfile
 import zipfile
@@ -18,17 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tvm
-from tvm import relax
-from tvm.support import cc
-from tvm.target import Target
+import tvm_ffi
 
-from .errors import ModelError, TargetMismatch, UsageError
+from .errors import ModelError, TargetMismatch
 from .files import written
-from .kernel.memory import ALIGNMENT, View, aligned
-from .measure.host import host, is_foreign, toolchain
-from .model.load import TensorInfo
-from .values import Cost, Site, Workload
+from .measure import cpu
+from .runtime import load_module, versions
+from .values import ALIGNMENT, Cost, Site, TensorInfo, View, Workload, aligned
 
 FORMAT = 2
 MANIFEST, LIBRARY, WEIGHTS = "manifest.json", "model.so", "weights.bin"
@@ -107,12 +102,12 @@ class Manifest:
 class Program:
     """A compiled model. file: the artifact that it was loaded from, mapped; None when it was compiled in this process.
 
-    executable  has main(*inputs, *outputs, *views) and traced, the same as code for a virtual machine that can be watched: compiled code
-                calls its kernels unseen.
+    module  has main(*inputs, *outputs, *views) and traced, the same as code for a virtual machine that can be watched: compiled code
+            calls its kernels unseen.
     """
 
     manifest: Manifest
-    executable: relax.VMExecutable
+    module: tvm_ffi.Module
     weights: tuple[np.ndarray, ...]
     file: mmap.mmap | None = None
 
@@ -126,41 +121,9 @@ def save(program: Program, path: str | os.PathLike[str]) -> None:
         if program.file is not None:
             partial.write_bytes(program.file)
         else:
-            _write(program, partial, _linked(program))
+            from .linking import linked  # the compiler, which is there: it has made the program
 
-
-def linker() -> str:
-    """The compiler that CXX or CC names, else the first that is installed. Raises UsageError when it isn't there."""
-    found = cc.get_cc()
-    if not found:
-        raise UsageError("no C++ compiler is there to link with: install one (Debian, Ubuntu: g++; macOS: xcode-select --install)")
-    if shutil.which(found) is None:
-        raise UsageError(f"CXX or CC names {found}, which is not there to link with: name a C++ compiler, or unset it")
-    return found
-
-
-def _linked(program: Program) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="tvmfuse-") as folder:
-        library = Path(folder) / LIBRARY
-        link(program, library)
-        return library.read_bytes()
-
-
-def link(program: Program, library: Path) -> None:
-    """Write a program's code, which was compiled in this process, as `linker` makes it.
-
-    A .tar gets objects, to be linked elsewhere. Raises UsageError.
-    """
-    by = linker() if library.suffix != ".tar" else ""
-    try:
-        program.executable.export_library(str(library))
-    except (RuntimeError, OSError) as error:
-        said = str(error).splitlines()[1:]  # below TVM's heading: what the linker printed, the command
-        why = next((line for line in said if line.strip()), str(error) or type(error).__name__)
-        failed = f"{by} can't link a library" if by else f"can't write {library}, the objects"
-        foreign = by and is_foreign(Target(json.loads(program.manifest.target)))
-        advice = "; set CXX to a C++ compiler for that target, such as aarch64-linux-gnu-g++" if foreign else ""
-        raise UsageError(f"{failed} for {program.manifest.cpu}: {why}{advice}") from error
+            _write(program, partial, linked(program))
 
 
 def _write(program: Program, path: Path, code: bytes) -> None:
@@ -226,19 +189,27 @@ def load(path: str | os.PathLike[str]) -> Program:
         ) from error
     if not whole:
         raise ModelError(f"{path} is damaged: it doesn't have the digest that its manifest states; build it again")
-    missing = sorted(set(manifest.features) - set(host().features))
-    if missing:
+    if missing := _missing(manifest.features):
         lacks = f"{path} was built for a CPU with {', '.join(missing)}, which this one lacks; build it here or with "
         raise TargetMismatch(f"{lacks}target=", f"{lacks}--target")
-    here = toolchain()
-    for name in ("tvm", "tvm_ffi"):
-        if manifest.toolchain.get(name) != here[name]:
-            raise TargetMismatch(f"{path} was built with {name} {manifest.toolchain.get(name)}, here is {here[name]}; build it again")
+    for name, here in versions().items():
+        if manifest.toolchain.get(name) != here:
+            raise TargetMismatch(f"{path} was built with {name} {manifest.toolchain.get(name)}, here is {here}; build it again")
     with tempfile.TemporaryDirectory(prefix="tvmfuse-") as folder:
         library = Path(folder) / LIBRARY
         library.write_bytes(code)
-        executable = relax.VMExecutable(tvm.runtime.load_module(str(library)))
-    return Program(manifest, executable, weights, mapped)
+        module = load_module(library)
+    return Program(manifest, module, weights, mapped)
+
+
+def _missing(features: Iterable[str]) -> list[str]:
+    """Those that this CPU lacks. Where it and its system don't confirm one, LLVM is asked, which takes the compiler."""
+    unconfirmed = set(features) - cpu.confirmed()
+    if not unconfirmed:
+        return []
+    from .measure.host import host
+
+    return sorted(unconfirmed - set(host().features))
 
 
 def _entry(archive: zipfile.ZipFile, name: str, most: int | None = None) -> bytes:

@@ -204,7 +204,7 @@ def compile_model(prepared: Prepared, plan: Plan, chooser: Chooser, dump: Dump |
         weights=tuple(array.nbytes for array in memory.weights),
         workspace=memory.workspace,
     )
-    return Session(Program(manifest, _executable(mod, plan.target), memory.weights))
+    return Session(Program(manifest, _executable(mod, plan.target).mod, memory.weights))
 
 
 def _executable(mod: tvm.IRModule, target: tvm.target.Target) -> relax.VMExecutable:

@@ -19,10 +19,10 @@ from typing import Literal
 import numpy as np
 
 from . import compare
-from .artifact import linker
 from .decide import verdict as rule
 from .decide.log import Log
 from .errors import TargetMismatch, TooNoisy, TvmfuseError, UnsupportedError, UsageError
+from .linking import linker
 from .measure.host import default_threads, host, isa_among, llvm_only, toolchain
 
 CPU_FOLDER = Path("/sys/devices/system/cpu")

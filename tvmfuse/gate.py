@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from . import artifact
 from .artifact import Program
 from .building import Plan, Prepared, compile_model
 from .choose import Chooser, Fuse
@@ -24,6 +23,7 @@ from .decide import verdict
 from .decide.log import Log, Record
 from .decide.search import SiteResult
 from .errors import DeviceError, DeviceLost, UsageError, WrongBits
+from .linking import link
 from .measure import whole
 from .measure.device import Place
 from .measure.host import is_foreign
@@ -198,7 +198,7 @@ class OnDevice:
         if id(program) not in self._written:
             # Objects are linked on the device where there may be no linker for it here
             library = self._folder / f"model{len(self._written)}.{'tar' if is_foreign(self._plan.target) else 'so'}"
-            artifact.link(program, library)
+            link(program, library)
             manifest = program.manifest
             inputs, outputs = (tuple((info.shape, info.dtype) for info in infos) for infos in (manifest.inputs, manifest.outputs))
             weights = tuple(whole.stored_bytes(weight, self._folder) for weight in program.weights)

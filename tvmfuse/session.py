@@ -12,18 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tvm
 import tvm_ffi
 from numpy import ndarray
-from tvm import relax
 
 from . import artifact, callers
 from .artifact import Program
 from .errors import UsageError
-from .kernel.memory import View, tensor_in
-from .measure.roofline import roofline as measured_roofline
-from .model.load import TensorInfo
-from .values import Cost, Roofline, Site
+from .runtime import tensor_in, virtual_machine
+from .values import Cost, Roofline, Site, TensorInfo, View
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class Session:
             for other, other_buffer in named[:i]:
                 if np.may_share_memory(buffer, other_buffer):
                     raise UsageError(f"output {name!r} can't be bound: its buffer overlaps that of {other!r}; pass one of its own")
-        call = bound_function(self.program, virtual_machine(self.program), "main", buffers)
+        call = bound_function(self.program, virtual_machine(self.program.module), "main", buffers)
         if self._threads == 1:
             return call
         return lambda: callers.call(call)
@@ -120,12 +116,12 @@ class Session:
                 calls[-1].append((name, time.perf_counter() - began[0]))
 
         outputs = list(map(np.empty, self._shapes, self._dtypes))
-        vm = virtual_machine(self.program)
+        vm = virtual_machine(self.program.module)
         call = bound_function(self.program, vm, "traced", [*self._arguments(feeds), *outputs])
 
         def run() -> None:
             call()
-            vm.set_instrument(watch)
+            vm["set_instrument"](watch)
             for _ in range(repeats):
                 calls.append([])
                 call()
@@ -142,7 +138,10 @@ class Session:
         roofline  limits of the machine; None measures them, which takes about a second, once a process.
         Raises    UsageError as `run` does.
         """
-        limits = measured_roofline(self.manifest.threads) if roofline is None else roofline
+        if roofline is None:
+            from .measure.roofline import roofline as measured  # compiles its kernels
+
+            roofline = measured(self.manifest.threads)
         spent: dict[str, list[float]] = {}
         for call in self.trace(feeds, repeats):
             totals: dict[str, float] = {}
@@ -156,7 +155,7 @@ class Session:
         for kernel, samples in spent.items():
             own = [cost for name, cost in costs if name == kernel]
             sites = tuple(site for site, kernels in self.manifest.kernels.items() if kernel in kernels)
-            bound = sum(limits.bound_s(cost, touched) for cost in own)
+            bound = sum(roofline.bound_s(cost, touched) for cost in own)
             times.append(KernelTime(kernel, sites, len(own), float(np.median(samples)), own[0], bound))
         return sorted(times, key=lambda time: -time.time_s)
 
@@ -194,18 +193,13 @@ class _OfThread(threading.local):
     @functools.cached_property
     def main(self) -> Callable[..., None]:
         """The model's entry in this thread's virtual machine: main(*inputs, *outputs)."""
-        return bound_function(self._program, virtual_machine(self._program), "main", [])
+        return bound_function(self._program, virtual_machine(self._program.module), "main", [])
 
 
-def virtual_machine(program: Program) -> relax.VirtualMachine:
-    """For one thread at a time."""
-    return relax.VirtualMachine(program.executable, tvm.cpu())
-
-
-def bound_function(program: Program, vm: relax.VirtualMachine, name: str, arguments: Sequence[np.ndarray]) -> Callable[..., None]:
+def bound_function(program: Program, vm: tvm_ffi.Module, name: str, arguments: Sequence[np.ndarray]) -> Callable[..., None]:
     """A function of the program with parameters bound: `arguments`, which come first, and last the weights and a workspace of its own.
 
-    It is also vm.module["call"], where TVM's own tools find it.
+    It is also vm["call"], where TVM's own tools find it.
     """
     size = program.manifest.workspace
     workspace = np.empty(size + mmap.PAGESIZE, np.uint8)  # on a page: which cache sets its tensors fall into is then always the same
@@ -215,8 +209,8 @@ def bound_function(program: Program, vm: relax.VirtualMachine, name: str, argume
         memory = workspace if view.weight is None else program.weights[view.weight].reshape(-1).view(np.uint8)
         return tensor_in(memory, view.offset, view.shape, view.dtype)
 
-    vm.module["save_function"](name, "call", False, *map(tvm_ffi.from_dlpack, arguments), *map(tensor, program.manifest.views))
-    return vm.module["call"]
+    vm["save_function"](name, "call", False, *map(tvm_ffi.from_dlpack, arguments), *map(tensor, program.manifest.views))
+    return vm["call"]
 
 
 def load(path: str | os.PathLike[str]) -> Session:

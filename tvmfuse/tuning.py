@@ -18,7 +18,6 @@ from typing import Any
 from tvm.target import Target
 
 from . import kernel
-from .artifact import linker
 from .building import Plan, Prepared, described, plan_for, prepare
 from .choose import first_tiles
 from .decide import search
@@ -27,6 +26,7 @@ from .decide.log import Log, is_finished
 from .errors import UsageError
 from .gate import Comparison, OnDevice, Trial, in_this_process, revert_while_slower
 from .graph.rewrite import array_of
+from .linking import linker
 from .measure.device import BuildKernel, Device, LocalDevice, Place
 from .measure.forkserver import ForkServer
 from .measure.host import host, is_foreign

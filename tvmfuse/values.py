@@ -22,6 +22,7 @@ Numerics = Literal["exact", "relaxed"]
 NUMERICS: tuple[Numerics, ...] = ("exact", "relaxed")
 # Algorithms whose bits are not the direct computation's: name -> m of F(m x m, 3 x 3). Their candidates are of the relaxed class.
 WINOGRAD = {"winograd4": 4, "winograd2": 2}
+ALIGNMENT = 64  # bytes, of each weight and each intermediate
 ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 # The epilogue's closed vocabulary: op -> (number of value arguments, names of its numeric parameters).
@@ -563,6 +564,32 @@ class Verdict:
     aa_noise: float
     pairs: int
     why: str
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One input or output as the model calls it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor that a compiled model is given behind its inputs and outputs.
+
+    It lies in weight number `weight`, or at a byte offset of the workspace if that is None.
+    """
+
+    weight: int | None
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.invoking import Invoke
-from tvmfuse import artifact, doctor
+from tvmfuse import doctor, linking
 from tvmfuse.doctor import Finding
 from tvmfuse.errors import TargetMismatch, TooNoisy, UsageError
 
@@ -109,7 +109,7 @@ def test_noise_is_judged_as_tuning_would(monkeypatch: pytest.MonkeyPatch, swing:
 
 
 def compiler(monkeypatch: pytest.MonkeyPatch, name: str | None, done: Callable[..., object]) -> Finding:
-    monkeypatch.setattr(artifact.cc, "get_cc", lambda: name)
+    monkeypatch.setattr(linking.cc, "get_cc", lambda: name)
     monkeypatch.setattr(subprocess, "run", done)
     return doctor._safely("C++ compiler", doctor.check_compiler)
 

@@ -18,7 +18,7 @@ from onnx import external_data_helper, numpy_helper, parser
 
 import tvmfuse
 from tests.invoking import Invoke
-from tvmfuse import artifact
+from tvmfuse import linking
 from tvmfuse.errors import ModelError, TvmfuseError, UnsupportedError, UsageError
 from tvmfuse.model import safety
 from tvmfuse.model.load import load
@@ -242,10 +242,10 @@ def test_code_that_cannot_be_written_is_no_fault_of_the_compiler(
         def export_library(self, path: str) -> None:
             raise error
 
-    program = dataclasses.replace(session.program, executable=Unwritable())
+    program = dataclasses.replace(session.program, module=Unwritable())
     with pytest.raises(UsageError, match=f"can't .*: .*{'No space left' if error.args else 'OSError'}") as raised:
-        artifact.link(program, tmp_path / f"model.{suffix}")
-    assert "CXX" not in str(raised.value) and str(raised.value).startswith("can't write" if suffix == "tar" else artifact.linker())
+        linking.link(program, tmp_path / f"model.{suffix}")
+    assert "CXX" not in str(raised.value) and str(raised.value).startswith("can't write" if suffix == "tar" else linking.linker())
 
 
 def test_tuning_without_a_linker_says_so_before_it_measures(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

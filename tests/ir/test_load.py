@@ -13,7 +13,8 @@ from tvm import relax
 
 from tvmfuse.errors import ModelError, UnsupportedError, UsageError
 from tvmfuse.model import operators
-from tvmfuse.model.load import Loaded, TensorInfo, load
+from tvmfuse.model.load import Loaded, load
+from tvmfuse.values import TensorInfo
 
 
 def onnx_model(graph: str, opset: int = 13, ir_version: int = 8) -> onnx.ModelProto:

@@ -10,7 +10,8 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from tvmfuse.building import lowered_pipeline
-from tvmfuse.kernel.memory import View, memory_as_parameters
+from tvmfuse.kernel.memory import memory_as_parameters
+from tvmfuse.values import View
 
 ONES = np.ones(4, np.float32)
 

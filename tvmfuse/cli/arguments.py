@@ -38,7 +38,7 @@ def holds_artifact(path: Path) -> bool:
     """By content, whatever the file is called."""
     if not zipfile.is_zipfile(path):
         return False
-    from ..artifact import is_artifact  # waits for TVM
+    from ..artifact import is_artifact  # waits for NumPy
 
     return is_artifact(path)
 

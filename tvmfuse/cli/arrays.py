@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..files import written
 
 if TYPE_CHECKING:
-    from ..model.load import TensorInfo
+    from ..values import TensorInfo
 
 
 def read(texts: Sequence[str]) -> dict[str, np.ndarray]:

@@ -60,8 +60,7 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Compute a model's outputs."""
-    from . import arrays  # waits for NumPy, as the next for rich
-    from .tables import print_table
+    from . import arrays  # waits for NumPy
 
     feeds = arrays.read(inputs or ())
     if model.suffix == ".tvmfuse" or holds_artifact(model):
@@ -81,5 +80,7 @@ def run(
     if as_json:
         typer.echo(json.dumps(told))
         return
+    from .tables import print_table  # waits for rich
+
     rows = [{"output": name, **facts, "shape": "x".join(map(str, facts["shape"]))} for name, facts in told.items()]
     print_table([{key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in row.items()} for row in rows])

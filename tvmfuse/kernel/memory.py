@@ -17,25 +17,14 @@ from typing import Any
 
 import numpy as np
 import tvm
-import tvm_ffi
 from tvm import relax
 from tvm.ir import Call, GenericConst
 from tvm.relax import Expr, Var
 
 from ..graph.rewrite import array_of, dtype_of, numpy_has, op_name, shape_of, substitute
+from ..values import View, aligned
 
-ALIGNMENT = 64
 CHECKS = ("vm.builtin.check_tensor_info", "vm.builtin.match_shape")
-
-
-@dataclass(frozen=True)
-class View:
-    """One of main's last parameters: a tensor in weight number `weight`, or at a byte offset of the workspace if that is None."""
-
-    weight: int | None
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -45,16 +34,6 @@ class Memory:
     views: tuple[View, ...]
     weights: tuple[np.ndarray, ...]
     workspace: int
-
-
-def tensor_in(memory: np.ndarray, offset: int, shape: tuple[int, ...], dtype: str) -> Any:
-    """A tensor that lies in memory, an array of bytes."""
-    end = offset + math.prod(shape) * np.dtype(dtype).itemsize
-    return tvm_ffi.from_dlpack(memory[offset:end].view(dtype).reshape(shape))
-
-
-def aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def memory_as_parameters(mod: tvm.IRModule) -> tuple[tvm.IRModule, Memory]:

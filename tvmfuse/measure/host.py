@@ -12,47 +12,28 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import tvm
 import tvm_ffi
 from tvm.target import Target, codegen
 
+from .. import runtime
 from ..errors import UnsupportedError, UsageError
 from ..values import AVX2, AVX512, ISA, NEON, Host, Machine
+from .cpu import ARM_NAMES, description, is_masked
 
-CPUINFO = Path("/proc/cpuinfo")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 NEEDED = {"avx512": ("avx512f", "avx512vl", "avx512dq", "avx512bw"), "avx2": ("avx2", "fma"), "neon": ("neon",)}
 ARM_IMPLEMENTERS = {0x41: "ARM", 0x46: "Fujitsu", 0x48: "HiSilicon", 0x4E: "NVIDIA", 0x51: "Qualcomm", 0x61: "Apple", 0xC0: "Ampere"}
 # What compiled kernels may make use of, in LLVM's names: the rest of a CPU's features never occurs in them.
 EMITTED = {"x86_64": re.compile(r"s?sse\d.*|avx.*|fma|f16c|bmi2?|lzcnt|popcnt|movbe"), "aarch64": re.compile(r"neon|sve2?")}
-# LLVM's name -> the kernel's in /proc/cpuinfo, where they differ by more than "." or "-" for "_".
-X86_NAMES = {
-    "64bit": "lm", "bmi": "bmi1", "crc32": "sse4_2", "lzcnt": "abm", "pclmul": "pclmulqdq", "prfchw": "3dnowprefetch", "rdrnd": "rdrand",
-    "sahf": "lahf_lm", "sha": "sha_ni", "sse3": "pni", "shstk": "user_shstk",
-}  # fmt: skip
-ARM_NAMES = {
-    "crc": "crc32", "dotprod": "asimddp", "fp-armv8": "fp", "fp16fml": "asimdfhm", "fullfp16": "fphp", "lse": "atomics", "neon": "asimd",
-    "rdm": "asimdrdm",
-}  # fmt: skip
 
 
 @functools.cache
 def host() -> Host:
     """This machine's CPU, with the features that both the operating system and LLVM report."""
-    cpu = _cpu_description()
+    cpu = description()
     l1, l2, l3 = _cache_sizes()
     vendor, family, model, stepping, name = _identity(cpu)
     return Host(vendor, family, model, stepping, tuple(sorted(_features(cpu))), l1, l2, l3, name)
-
-
-@functools.cache
-def _cpu_description() -> dict[str, str]:
-    """The first processor's entries of /proc/cpuinfo; empty where there is none."""
-    if not CPUINFO.exists():
-        return {}
-    first, _, _ = CPUINFO.read_text(errors="replace").partition("\n\n")
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _identity(cpu: Mapping[str, str]) -> tuple[str, int, int, int, str]:
@@ -83,24 +64,14 @@ def _llvm_features() -> dict[str, bool]:
 def _features(cpu: Mapping[str, str]) -> set[str]:
     """LLVM's features that the operating system lists too: it leaves out what it can't save or was told to hide."""
     reported = {name for name, on in _llvm_features().items() if on} or target_features(Target({"kind": "llvm", "mcpu": _llvm_cpu()}))
-    return {name for name in reported if not _masked(name, cpu)}
+    return {name for name in reported if not is_masked(name, cpu)}
 
 
 def llvm_only() -> list[str]:
     """Features that LLVM finds in this CPU and the operating system doesn't list: behind a hypervisor, an illegal instruction."""
-    cpu = _cpu_description()
+    cpu = description()
     emitted = EMITTED.get(_architecture(Target({"kind": "llvm"})))
-    return sorted(f for f, on in _llvm_features().items() if on and emitted and emitted.fullmatch(f) and _masked(f, cpu))
-
-
-def _masked(feature: str, cpu: Mapping[str, str]) -> bool:
-    """Whether the operating system lists CPU features, but not this one."""
-    if "flags" in cpu:
-        flags, known_as = cpu["flags"].split(), X86_NAMES.get(feature, feature.replace(".", "_"))
-        return known_as.replace("_", "") not in {flag.replace("_", "") for flag in flags}
-    if "Features" in cpu:
-        return feature in ARM_NAMES and ARM_NAMES[feature] not in cpu["Features"].split()
-    return False
+    return sorted(f for f, on in _llvm_features().items() if on and emitted and emitted.fullmatch(f) and is_masked(f, cpu))
 
 
 def _sysctl(name: str) -> str:
@@ -146,7 +117,7 @@ def _with_features(cpu: Mapping[str, Any], offered: set[str], may_lack: Callable
 
 
 def _masked_by_name(feature: str) -> bool:
-    return feature in ARM_NAMES and _masked(feature, _cpu_description())
+    return feature in ARM_NAMES and is_masked(feature, description())
 
 
 def _architecture(target: Target) -> str:
@@ -266,4 +237,4 @@ def toolchain() -> dict[str, str]:
         own = importlib.metadata.version("tvmfuse")
     except importlib.metadata.PackageNotFoundError:
         own = "unknown"
-    return {"tvmfuse": own, "tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "llvm": str(codegen.llvm_version_major())}
+    return {"tvmfuse": own, **runtime.versions(), "llvm": str(codegen.llvm_version_major())}

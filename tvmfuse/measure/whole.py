@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import WrongBits
-from ..kernel.memory import View
+from ..values import View
 from .device import SEED, Place, stored, transfer_s
 
 LOAD_TIMEOUT_S = 120.0

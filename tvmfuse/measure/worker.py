@@ -23,7 +23,7 @@ import tvm
 import tvm_ffi
 from tvm.runtime.vm import VirtualMachine
 
-from ..kernel.memory import tensor_in
+from ..runtime import tensor_in
 from .clock import Stopwatch, conditioning_shapes
 
 GUARD_BYTES = 64  # also the alignment of what lies between
@@ -192,7 +192,7 @@ class Bench:
     ) -> int:
         """Put main(*inputs, *outputs, *views) of a compiled model into a slot, with buffers of its own, and run it; weights are shared.
 
-        inputs, outputs  (shape, dtype) of each. weights: (file of its bytes, digest). views: as `kernel.memory.View`.
+        inputs, outputs  (shape, dtype) of each. weights: (file of its bytes, digest). views: as `values.View`.
         Returns how many elements of its outputs differ from those of the model that came first.
         """
         if library not in self.modules:

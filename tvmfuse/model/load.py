@@ -11,19 +11,11 @@ from onnx import helper
 from tvm import relax, tirx
 
 from ..errors import ModelError, UnsupportedError, UsageError
+from ..values import TensorInfo
 from . import safety
 from .fold import fold, static_shape
 from .importer import import_graph
 from .shapes import Dim, Shapes, bind
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One input or output as the model calls it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
