@@ -65,7 +65,7 @@ def check(network: Network, logs: Path) -> None:
     prepared = prepare(network.model())
     workloads = [site.workload for site in prepared.sites]
     sessions: dict[str, Session] = {}
-    for name, threads in (("always", 1), ("never", 2), ("measured", 2), ("any", 1)):
+    for name, threads in (("always", 1), ("never", 2), ("any", 2)):  # what is measured or predicted is any
         plan = plan_for(None, threads, "measured" if name == "any" else name, logs)
         sessions[name] = compile_model(prepared, plan, any_candidate(plan, workloads) if name == "any" else plan.chooser)
     for output, computed in results_of_all(network, sessions):

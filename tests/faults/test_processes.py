@@ -104,6 +104,15 @@ def test_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
     assert gone(pids) == []
 
 
+def test_interrupt_is_for_the_parent_to_decide_on(server: ForkServer) -> None:
+    """Ctrl-C reaches these processes too; whoever catches it may still want them."""
+    worker = server.start(1)
+    for pid in (worker.pid, server._process.pid):
+        os.kill(pid, signal.SIGINT)
+    worker.ask("open", 60, streamed=0, threads=1, seed=0)
+    assert server.start(1).alive
+
+
 def test_dead_worker_says_how_it_died_and_others_start(server: ForkServer) -> None:
     first = server.start(1)
     os.kill(first.pid, signal.SIGSEGV)
