@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import tvm
+from hypothesis import given
+from hypothesis import strategies as st
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from tvmfuse.building import lowered_pipeline
-from tvmfuse.kernel.memory import memory_as_parameters
+from tvmfuse.kernel.memory import Tensor, memory_as_parameters, packed, tensors_in
 from tvmfuse.values import View
 
 ONES = np.ones(4, np.float32)
@@ -71,3 +75,32 @@ def test_a_type_that_numpy_lacks_stays_with_the_virtual_machine() -> None:
     mod, memory = lifted(1, "bfloat16")
     assert memory.workspace == 0 and len(memory.weights) == 2
     assert any("alloc_tensor" in name for name in callees(mod["main"]))
+
+
+spans = st.tuples(st.integers(1, 6), st.integers(0, 8), st.integers(0, 4))
+
+
+@given(st.lists(spans, max_size=10))
+def test_tensors_of_the_same_time_never_overlap(drawn: list[tuple[int, int, int]]) -> None:
+    tensors = {relax.Var(f"t{i}"): Tensor(64 * size, first, first + length) for i, (size, first, length) in enumerate(drawn)}
+    offsets, workspace = packed(tensors)
+    for step in range(14):
+        alive = sorted((offsets[var], offsets[var] + t.size) for var, t in tensors.items() if t.first <= step <= t.last)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(alive))
+        assert all(end <= workspace for _, end in alive)
+
+
+def test_small_tensors_of_other_times_share_the_place_of_a_large_one() -> None:
+    large, before, after = (relax.Var(name) for name in ("large", "before", "after"))
+    offsets, workspace = packed({before: Tensor(64, 0, 1), large: Tensor(256, 1, 2), after: Tensor(128, 3, 4)})
+    assert (offsets[large], offsets[before], offsets[after], workspace) == (0, 256, 0, 320)
+
+
+def test_a_tensor_lives_as_long_as_what_is_made_of_it() -> None:
+    tensor = R.Tensor((4,), "float32")
+    a, b, view = (relax.Var(name, tensor) for name in ("a", "b", "view"))
+    pair = relax.Var("pair", R.Tuple(tensor, tensor))
+    allocated = tvm.ir.Call(tvm.ir.Op.get("relax.vm.alloc_tensor"), [relax.Var("storage")])
+    values = {a: allocated, b: allocated, pair: relax.Tuple([a, b]), view: relax.TupleGetItem(pair, 0), relax.Var("last", tensor): view}
+    found = tensors_in([relax.VarBinding(var, value) for var, value in values.items()], relax.const(0))
+    assert [(found[var].first, found[var].last) for var in (a, b)] == [(0, 4), (1, 4)]
