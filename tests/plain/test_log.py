@@ -167,6 +167,56 @@ def test_other_thread_count_or_workload_never_matches(tmp_path: Path) -> None:
     assert log.best(Workload(Matmul(1, 8, 64, 33)), HOST, 1, TOOLCHAIN, lambda _: "d1") is None
 
 
+def today(default: Candidate) -> str | None:
+    """A digest that follows the default, as kernels do; APART is no candidate any more."""
+    return None if default == APART else f"of {default}"
+
+
+def against(default: Candidate | None) -> Conditions:
+    return dataclasses.replace(HERE, kernel_digest=f"of {default}", default=default)
+
+
+def test_record_counts_by_the_digest_of_the_default_that_it_names(tmp_path: Path) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(outcome="keeps default"), against(DEFAULT)))
+    match = log.best(WORKLOAD, HOST, 1, TOOLCHAIN, today)
+    assert match is not None and (match.kind, match.candidate, match.record.conditions.default) == ("use", None, DEFAULT)
+    assert log.default(WORKLOAD, HOST, 1, TOOLCHAIN, today) == DEFAULT
+
+
+@pytest.mark.parametrize("default", [None, APART], ids=["not named", "no candidate any more"])
+def test_record_whose_default_is_unknown_is_a_hint(tmp_path: Path, default: Candidate | None) -> None:
+    log = Log([tmp_path])
+    log.append(Record.of(WORKLOAD, verdict(), against(default)))
+    match = log.best(WORKLOAD, HOST, 1, TOOLCHAIN, today)
+    assert match is not None and (match.kind, match.candidate) == ("hint", TILE)
+    assert log.default(WORKLOAD, HOST, 1, TOOLCHAIN, today) is None
+
+
+def test_ratios_to_different_defaults_are_not_compared_and_the_newer_holds(tmp_path: Path) -> None:
+    log, other = Log([tmp_path]), Candidate("register", 2, (("mr", 4), ("nr", 64)))
+    log.append(Record.of(WORKLOAD, verdict(TILE, ratio=0.5), against(DEFAULT)))
+    log.append(Record.of(WORKLOAD, verdict(APART, ratio=0.9), against(other)))
+    assert log.best(WORKLOAD, HOST, 1, TOOLCHAIN, today).candidate == APART  # type: ignore[union-attr]
+    assert log.default(WORKLOAD, HOST, 1, TOOLCHAIN, today) == other
+    log.append(Record.of(WORKLOAD, verdict(TILE, ratio=0.95), against(DEFAULT)))
+    assert log.best(WORKLOAD, HOST, 1, TOOLCHAIN, today).candidate == TILE  # type: ignore[union-attr]
+
+
+def test_winner_that_cannot_be_replayed_leaves_it_to_the_next_best_and_at_last_to_the_default(tmp_path: Path) -> None:
+    log, gone = Log([tmp_path]), {TILE: "too large"}
+
+    def found() -> tuple[Candidate | None, tuple[tuple[Candidate, str], ...]]:
+        match = log.best(WORKLOAD, HOST, 1, TOOLCHAIN, lambda _: "d1", why_not=gone.get)
+        assert match is not None and match.kind == "use"
+        return match.candidate, match.skipped
+
+    log.append(Record.of(WORKLOAD, verdict(TILE, ratio=0.8), HERE))
+    assert found() == (None, ((TILE, "too large"),))
+    log.append(Record.of(WORKLOAD, verdict(APART, ratio=0.9), HERE))
+    assert found() == (APART, ((TILE, "too large"),))
+
+
 def test_use_is_preferred_to_a_better_hint(tmp_path: Path) -> None:
     log = Log([tmp_path])
     log.append(Record.of(WORKLOAD, verdict(TILE, ratio=0.5), dataclasses.replace(HERE, kernel_digest="d0")))
