@@ -10,9 +10,11 @@ import os
 import signal
 import subprocess
 import zlib
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import filelock
 import pytest
 
 from tvmfuse.decide import log as log_module
@@ -52,7 +54,7 @@ BAD = {
     "NaN": GOOD.replace(b'"times_s":[1.0]', b'"times_s":[NaN]').rstrip(b"\n"),
     "infinity by overflow": relined({"times_s": [1]}).replace(b'"times_s": [1]', b'"times_s": [1e999]'),
     "deep nesting": b"[" * 100_000,
-    "over 1 MiB": b'{"schema":1,"pad":"' + b"x" * (1 << 20) + b'"}',
+    "over 1 MiB": relined({"pad": "x" * (1 << 20)}),
     "unknown schema": relined({"schema": 99}),
     "torn batch": BATCH[: len(BATCH) // 2],
     "batch that is no list": relined({"kind": "batch", "batch": 3}),
@@ -133,6 +135,15 @@ def test_read_only_folder_is_read_and_append_says_what_to_do(path: Path, monkeyp
         log.append(record(2.0))
 
 
+@pytest.mark.parametrize("write", [lambda log: log.append(record()), Log.compact], ids=["append", "compact"])
+def test_nobody_writes_while_another_process_does(path: Path, write: Callable[[Log], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(GOOD + GOOD)
+    monkeypatch.setattr(log_module, "LOCK_TIMEOUT_S", 0.1)
+    with filelock.FileLock(f"{path}.lock"), pytest.raises(UsageError, match="locked by another process"):
+        write(Log([path.parent]))
+    assert path.read_bytes() == GOOD + GOOD
+
+
 def test_folder_that_is_a_file_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="can't be written"):
@@ -142,6 +153,7 @@ def test_folder_that_is_a_file_is_a_usage_error(tmp_path: Path) -> None:
 def test_interrupted_compaction_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log([path.parent])
     log.append(record(1.0), record(2.0))
+    log.append(record(1.0))  # goes in a compaction
     before = path.read_bytes()
 
     def interrupted(*_: object) -> None:
