@@ -102,7 +102,7 @@ def test_interrupted_command_leaves_nothing(model: Path, tmp_path: Path, command
         "check": [model, "--against", tmp_path / "decisions.json", "--write"],
         "bench": [model, "--seconds", "60", "--peer", "onnxruntime"],
         "doctor": [],
-        "log": ["compact", "--logs", tmp_path / "logs"],
+        "log": ["stats"],
     }[command]
     process = started(tmp_path, command, *arguments)
     time.sleep(after_s)
