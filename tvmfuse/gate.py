@@ -118,8 +118,12 @@ def revert_while_slower(
 
 
 def is_slower(found: Comparison) -> bool:
-    """By more than the margin, with confidence: neither a win nor a tie."""
-    return found.ci[0] > 1 + max(verdict.MIN_MARGIN, verdict.MARGIN_PER_NOISE * found.aa_noise)
+    """With confidence, and by more than the margin: neither a win nor a tie.
+
+    A site has to prove a whole margin to win; the model it belongs to loses already where the interval leaves out a tie. What speaks
+    against a tuned model is seen there alone: on several threads a tile that is the quicker by itself may want rows that another core holds.
+    """
+    return found.ci[0] > 1 and found.ratio > 1 + max(verdict.MIN_MARGIN, verdict.MARGIN_PER_NOISE * found.aa_noise)
 
 
 def side_by_side(tuned: Session, rivals: Sequence[Session]) -> list[Session]:

@@ -66,6 +66,20 @@ def results(prepared: building.Prepared, plan: building.Plan, log: Log) -> list[
     return found
 
 
+@pytest.mark.parametrize(
+    ("ratio", "ci", "noise", "slower"),
+    [
+        (1.033, (1.006, 1.047), 0.008, True),
+        (1.033, (0.995, 1.060), 0.008, False),
+        (1.009, (1.004, 1.012), 0.001, False),
+        (1.033, (1.006, 1.047), 0.02, False),
+    ],
+    ids=["no tie", "a tie is within the interval", "within the margin", "within what equal models differ by"],
+)
+def test_a_model_is_slower_where_its_interval_leaves_out_a_tie(ratio: float, ci: tuple[float, float], noise: float, slower: bool) -> None:
+    assert gate.is_slower(dataclasses.replace(FOUND, ratio=ratio, ci=ci, aa_noise=noise)) == slower
+
+
 def measured_sites(session: tvmfuse.Session) -> int:
     return sum(site.source == "measured" for site in session.sites)
 
