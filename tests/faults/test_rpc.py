@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,22 @@ def test_tuning_goes_on_when_one_of_two_devices_dies(
         with pytest.raises(Enough):
             tuned(model, tracker, "two", tmp_path)
     assert len(lost) == 1 and "/two" in lost[0] and not blamed(tmp_path)
+
+
+def test_device_with_another_cpu_than_the_first_is_not_measured_on(tracker: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    steppings, of = itertools.count(), remote.Identity.of
+
+    def each_its_own(said: Any) -> remote.Identity:
+        identity = of(said)
+        return replace(identity, host=replace(identity.host, stepping=next(steppings)))
+
+    with served(tracker, "mixed", 2), ForkServer() as server:
+        monkeypatch.setattr(remote.Identity, "of", each_its_own)
+        with remote.connected(f"127.0.0.1:{tracker}/mixed", server) as places:
+            assert len(places) == 1 and next(steppings) == 2
+        monkeypatch.undo()
+        with remote.connected(f"127.0.0.1:{tracker}/mixed", server) as places:
+            assert len(places) == 2
 
 
 def free(tracker: int, key: str) -> int:
