@@ -14,11 +14,19 @@ from .errors import UsageError
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
     """A place to write to; `path` appears, whole, when that has ended well. Raises UsageError when it can't be written."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+    check_replaceable(path)
+    target = Path(os.path.realpath(path))  # a link stays one
+    partial = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         yield partial
-        os.replace(partial, path)
+        os.replace(partial, target)
     except OSError as error:
         raise UsageError(f"can't write {path}: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises UsageError for a device, a pipe or a socket: what is renamed to it takes its place, for root even that of /dev/null."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UsageError(f"can't write {path}: it is a device, a pipe or a socket, not a file; name a file")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,19 @@ def test_what_fails_leaves_the_old_one(tmp_path: Path, failure: BaseException) -
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"can't write .*a\.txt: No such file"), written(tmp_path / "absent" / "a.txt") as partial:
         partial.write_text("new")
+
+
+def test_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
+    """To rename a file to /dev/null would end it for the whole machine."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="a device, a pipe or a socket"), written(tmp_path / "pipe") as partial:
+        partial.write_text("new")
+    assert [(file.name, stat.S_ISFIFO(file.stat().st_mode)) for file in tmp_path.iterdir()] == [("pipe", True)]
+
+
+def test_a_link_leads_to_the_new_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("old")
+    (tmp_path / "link").symlink_to("a.txt")
+    with written(tmp_path / "link") as partial:
+        partial.write_text("new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "a.txt").read_text() == "new"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import UsageError
+from ..files import check_replaceable
 
 if TYPE_CHECKING:
     from ..values import Site
@@ -23,6 +24,7 @@ def check_output(path: Path, model: Path) -> None:
         raise UsageError(f"can't write {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"can't write {path}: the folder {path.parent} is read-only")
+    check_replaceable(path)
     if path.exists() and path.samefile(model):
         raise UsageError(f"{path} is the model itself; write to another file")
 
