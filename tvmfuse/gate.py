@@ -120,8 +120,8 @@ def revert_while_slower(
 def is_slower(found: Comparison) -> bool:
     """With confidence, and by more than the margin: neither a win nor a tie.
 
-    A site has to prove a whole margin to win; the model it belongs to loses already where the interval leaves out a tie. What speaks
-    against a tuned model is seen there alone: on several threads a tile that is the quicker by itself may want rows that another core holds.
+    A site has to prove a whole margin to win; the model it belongs to loses already where the interval leaves out a tie. Some of what
+    speaks against tuned sites is seen there alone: on several threads a tile that is quicker by itself may want rows that lie with another.
     """
     return found.ci[0] > 1 and found.ratio > 1 + max(verdict.MIN_MARGIN, verdict.MARGIN_PER_NOISE * found.aa_noise)
 
