@@ -42,7 +42,8 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     if any(getattr(spec, "_initializing", False) for spec in loading):
         end(number, frame)
     interrupts.append(number)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # TVM complains of each block builder that an exception leaves unfinished
+    if sys.stderr is not None:  # else that number may be any file's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # TVM complains of each block builder that an exception leaves unfinished
     sys.unraisablehook = lambda _: None  # what a finalizer swallows
     signal.signal(signal.SIGALRM, again)
     signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
@@ -50,7 +51,10 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def again(number: int, frame: FrameType | None) -> None:
-    """Finalizers and some of TVM's callbacks swallow an exception: it is lost where nothing that runs is handling one."""
+    """Finalizers and some of TVM's callbacks swallow an exception: it is lost where nothing that runs is handling one.
+
+    So who ends the process without raising it further has to do so in the very handler.
+    """
     if sys.exc_info()[0] is None:
         raise KeyboardInterrupt
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import UsageError
@@ -16,14 +17,16 @@ def written(path: Path) -> Iterator[Path]:
     """A place to write to; `path` appears, whole, when that has ended well. Raises UsageError when it can't be written."""
     check_replaceable(path)
     target = Path(os.path.realpath(path))  # a link stays one
-    partial = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}.part")
+    name = f"{zlib.crc32(target.name.encode()):08x}"  # not the name itself, which may be as long as a file's name can be
+    partial = target.with_name(f".{name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         yield partial
         os.replace(partial, target)
     except OSError as error:
         raise UsageError(f"can't write {path}: {error.strerror or error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def check_replaceable(path: Path) -> None:

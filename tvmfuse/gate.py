@@ -152,7 +152,7 @@ def against_hardest(sample: Sample, rivals: Sequence[str], deadline: float) -> C
         ratios = sorted(log_s[:, 0] - log_s[:, slot])
         low, high = (ratios[rank - 1] for rank in verdict.RANKS[len(ratios)])
         found.append(Comparison(name, math.exp(float(np.median(ratios))), (math.exp(low), math.exp(high)), noise, len(ratios)))
-    return max(found, key=lambda said: said.ratio)
+    return max(found, key=lambda said: (is_slower(said), said.ratio))
 
 
 def in_this_process(sessions: Sequence[Session], judge: Judge, same_bits: bool = True) -> Comparison:

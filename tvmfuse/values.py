@@ -454,13 +454,17 @@ NEON = ISA("neon", 16, 32)
 
 @dataclass(frozen=True)
 class Machine:
-    """The part of a target that schedules depend on: instruction set, cache sizes in bytes, threads to use."""
+    """The part of a target that schedules depend on: instruction set, cache sizes in bytes, threads to use.
+
+    pool  threads that TVM has there, where that is known; those that aren't used take part in a region's meetings all the same.
+    """
 
     isa: ISA
     l1: int = 32 << 10
     l2: int = 512 << 10
     l3: int = 8 << 20
     threads: int = 1
+    pool: int = 0
 
 
 @dataclass(frozen=True)

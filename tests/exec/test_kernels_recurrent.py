@@ -136,6 +136,15 @@ def test_steps_too_short_for_a_barrier_stay_on_one_thread() -> None:
     assert candidates(Workload(Recurrent("gru", 100, 1, 256)), machine)[0]["threads"] == 2
     assert candidates(Workload(Recurrent("gru", 1, 1, 4096)), machine)[0]["threads"] == 2
     assert candidates(Workload(Recurrent("gru", 100, 1, 256)), Machine(HOST.isa, threads=32))[0]["threads"] == 1
+    assert candidates(Workload(Recurrent("gru", 100, 1, 256)), Machine(HOST.isa, threads=2, pool=64))[0]["threads"] == 1
+
+
+def test_a_step_of_one_tile_leaves_the_other_threads_nothing() -> None:
+    workload = Workload(Recurrent("gru", 2, 1, 5))
+    one = candidates(workload, HOST)[0]
+    results = run(workload, [one, with_knobs(one, threads=4)], HOST, inputs_of(workload))
+    for result in zip(*results, strict=True):
+        assert_same_bits(result, ["1 thread", "4 threads"])
 
 
 def refused(candidate: Candidate, workload: Workload = RAGGED[0]) -> str:

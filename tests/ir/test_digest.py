@@ -150,7 +150,8 @@ def test_digest_of_another_process_is_the_same() -> None:
         (Candidate("register", 1, (("mr", 40), ("nr", 16), ("ku", 2), ("order", "rows"), ("threads", 1))), "registers"),
         (Candidate("register", 1, (("mr", 4), ("nr", 16))), "knows no such knobs"),
         (Candidate("register", 1, (("mr", 4), ("nr", 16), ("ku", 2), ("order", "zigzag"), ("threads", 1))), "knows no such knobs"),
-        (Candidate("register", 1, (("mr", 0), ("nr", 16), ("ku", 2), ("order", "rows"), ("threads", 1))), "not positive"),
+        (Candidate("register", 1, (("mr", 0), ("nr", 16), ("ku", 2), ("order", "rows"), ("threads", 1))), "mr is not between 1 and"),
+        (Candidate("register", 1, (("mr", 4), ("nr", 16), ("ku", 1000), ("order", "rows"), ("threads", 1))), "ku is not between 1 and 16"),
         (Candidate("separate", 1, (("mr", 4), ("nr", 16), ("ku", 2), ("order", "rows"), ("threads", 1))), "doesn't go with cut"),
     ],
 )

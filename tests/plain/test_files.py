@@ -34,6 +34,18 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
         partial.write_text("new")
 
 
+def test_what_is_below_a_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(UsageError, match="can't write .*: Not a directory"), written(tmp_path / "file" / "a.txt") as partial:
+        partial.write_text("new")
+
+
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    with written(tmp_path / ("a" * 255)) as partial:
+        partial.write_text("new")
+    assert [file.name for file in tmp_path.iterdir()] == ["a" * 255]
+
+
 def test_what_is_no_file_stays_what_it_is(tmp_path: Path) -> None:
     """To rename a file to /dev/null would end it for the whole machine."""
     os.mkfifo(tmp_path / "pipe")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -30,16 +30,19 @@ def serve(
     if tracker and not (separator and address and number.isdigit() and 0 < int(number) < 1 << 16):
         raise UsageError(f"--tracker takes HOST:PORT; not {tracker!r}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    status = 130
     try:
         with DeviceServer(host, port, (address, int(number)) if tracker else None, key) as server:
             registered = f", registered with {tracker} as {key!r}" if tracker else ""
             say(f"measuring for whoever reaches {host}:{server.port}{registered}; Ctrl-C ends it")
             server.wait()
     except KeyboardInterrupt:
-        say("ended")
+        _end("ended", 130)
     except TvmfuseError as error:
-        say(f"tvmfuse: {error}")
-        status = error.exit_code
+        _end(f"tvmfuse: {error}", error.exit_code)
+
+
+def _end(said: str, status: int) -> NoReturn:
+    """At once: TVM's listening thread would keep the process."""
+    say(said)
     sys.stderr.flush()
-    os._exit(status)  # TVM's listening thread would keep the process
+    os._exit(status)

@@ -16,6 +16,8 @@ from . import conv2d, conv2d_transpose, depthwise, elementwise, matmul, planar_c
 from .family import Family, Kernel, Tile
 
 Way = tuple[tuple[str, str], ...]
+# Above what any family offers: more is no record of ours, and a thousand unrolled steps take 20 s to emit.
+MOST, MOST_OF_OTHERS = {"ku": 16}, 1024
 
 FAMILIES: dict[str, Family] = {
     "matmul": matmul,
@@ -64,8 +66,10 @@ def why_not(workload: Workload, candidate: Candidate, machine: Machine) -> str |
     alike = [tile for tile in ways.values() if tile.keys() == dict(candidate.knobs).keys()]
     if not alike or _way(candidate.knobs) not in ways:
         return f"{workload.family} knows no such knobs"
-    if any(isinstance(value, int) and value < 1 for _, value in candidate.knobs):
-        return "a knob is not positive"
+    for name, value in candidate.knobs:
+        most = MOST.get(name, MOST_OF_OTHERS)
+        if isinstance(value, int) and not 0 < value <= most:
+            return f"{name} is not between 1 and {most}"
     try:
         build_kernel(workload, candidate, machine)
     except ScheduleRefused as refusal:

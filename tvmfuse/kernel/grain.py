@@ -28,7 +28,8 @@ CORE_HZ, FMA_PORTS, STREAM_BYTES_PER_S = 3e9, 2, 8e9
 
 def threads_for(machine: Machine, seconds: float, meetings: int = 0) -> int:
     """Of a kernel that one thread runs in about `seconds`, and in which several would meet so many times."""
-    return machine.threads if seconds > 4 * machine.threads * (REGION_S + MEETING_S * meetings) else 1
+    costs_s = machine.threads * REGION_S + max(machine.threads, machine.pool) * MEETING_S * meetings
+    return machine.threads if seconds > 4 * costs_s else 1
 
 
 def compute_seconds(workload: Workload, machine: Machine, flop: int | None = None) -> float:

@@ -131,9 +131,10 @@ def pack(anchor: Recurrent, array: np.ndarray, units: int, lanes: int) -> np.nda
 def _body(
     anchor: Recurrent, candidate: Candidate, mr: int, lanes: int, projections: Flat, weights: Flat, bias: Flat, *states: Flat
 ) -> None:
-    hidden, columns, threads = anchor.hidden, anchor.gates * anchor.hidden, candidate["threads"]
+    hidden, columns = anchor.hidden, anchor.gates * anchor.hidden
     initial, (sequence, *results) = states[: len(states) // 2], states[len(states) // 2 :]
     blocks, row_tiles = emit.Tiling(hidden, candidate["units"]), emit.Tiling(anchor.batch, mr)
+    threads = min(candidate["threads"], blocks.count * row_tiles.count)
     starts = list(itertools.accumulate(_packed_sizes(anchor, blocks.size, lanes), initial=0))
     sums = emit.scratch(anchor.batch * columns, anchor.dtype)
     h = emit.scratch(2 * anchor.batch * hidden, anchor.dtype)

@@ -197,7 +197,7 @@ def machine(target: Target, threads: int, device: Host | None = None) -> Machine
         return Machine(isa, device.l1, device.l2, device.l3, threads)
     if is_this_cpu(target):
         here = host()
-        return Machine(isa, here.l1, here.l2, here.l3, threads)
+        return Machine(isa, here.l1, here.l2, here.l3, threads, default_threads())
     return Machine(isa, threads=threads)
 
 
