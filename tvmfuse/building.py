@@ -75,7 +75,10 @@ def plan_for(
     log = (Log([logs]) if logs is not None else Log.shipped_and_own()) if fuse == "measured" or host_key is not None else None
     if log and log.damage:
         first = f"{len(log.damage)} damaged lines of the tuning log are skipped, the first at {log.damage[0]}"
-        warnings.warn(f"{first} (a writer was killed, or the file was edited); `tvmfuse log compact` drops them", stacklevel=3)
+        warnings.warn(
+            f"{first} (a writer was killed, or the file was edited); `tvmfuse log compact --into {log.damage[0].path.parent}` drops them",
+            stacklevel=3,
+        )
     if log and host_key is not None:
         device = recorded_device(log, host_key, target)
     if threads is None:

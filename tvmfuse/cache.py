@@ -35,7 +35,7 @@ ABANDONED_S = 3600.0  # a file that is still being written after that belongs to
 def folder() -> Path | None:
     """Where compiled models are kept; None when the cache is switched off."""
     chosen = os.environ.get(VARIABLE)
-    if chosen == OFF:
+    if chosen and chosen.lower() == OFF:
         return None
     return (Path(chosen) if chosen else platformdirs.user_cache_path("tvmfuse")) / "models"
 
@@ -103,7 +103,7 @@ def _content(model: Any) -> str | None:
             return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
         except Exception:  # over 2 GiB, which protobuf's releases refuse with different errors
             return None
-    if not isinstance(model, str | os.PathLike):
+    if not isinstance(model, str | os.PathLike) or not os.path.isfile(model):
         return None
     try:
         with open(model, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

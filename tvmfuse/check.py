@@ -26,7 +26,7 @@ from .building import build
 from .choose import Fuse
 from .decide.verdict import MARGIN_PER_NOISE, MAX_NOISE
 from .errors import UsageError
-from .files import written
+from .files import check_own, written
 from .measure.host import host
 from .session import Session
 from .values import Numerics, Site
@@ -234,6 +234,8 @@ def check(
     Raises     as `tvmfuse.build` does; UsageError for a file that can't be read or written.
     """
     path = Path(against)
+    if write:
+        check_own(path, b"{", "file of decisions")  # a model, for one
     recorded = None if write else Decisions.read(path)
     session = build(model, shapes=shapes, threads=threads, fuse=fuse, logs=logs, numerics=numerics)
     found = inspect(session, numerics)

@@ -30,6 +30,16 @@ def written(path: Path) -> Iterator[Path]:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raises UsageError for a device, a pipe or a socket: what is renamed to it takes its place, for root even that of /dev/null."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    """Raises UsageError for a folder, and for a device or a pipe, whose place a renamed file takes: for root even that of /dev/null."""
+    if path.is_dir():
+        raise UsageError(f"can't write {path}: it is a folder; name a file")
+    if path.exists() and not path.is_file():
         raise UsageError(f"can't write {path}: it is a device, a pipe or a socket, not a file; name a file")
+
+
+def check_own(path: Path, head: bytes, kind: str) -> None:
+    """Raises UsageError for a file that is there and doesn't begin as those do that would take its place."""
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            if file.read(len(head)) != head:
+                raise UsageError(f"{path} is there and is no {kind}; name another file, or remove it first")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -542,6 +543,32 @@ def test_another_archive_is_no_artifact(invoke: Invoke, asked: dict, tmp_path: P
 def test_the_model_is_not_overwritten(invoke: Invoke, asked: dict, model: Path) -> None:
     done = invoke("build", model, "-o", model)
     assert (done.code, "is the model itself" in done.err, asked) == (2, True, {})
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        (["build", "m.onnx", "-o"], "compiled model"),
+        (["report", "m.onnx", "-o"], "report"),
+        (["check", "m.onnx", "--write", "--against"], "file of decisions"),
+    ],
+)
+def test_what_is_of_another_kind_is_not_overwritten(
+    invoke: Invoke, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], output: str
+) -> None:
+    """The model's weights, for one, or another model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.onnx").write_bytes(model.read_bytes())
+    (tmp_path / "w.bin").write_bytes(bytes(8))
+    done = invoke(*command, "w.bin")
+    assert (done.code, f"is no {output}" in done.err, (tmp_path / "w.bin").read_bytes()) == (2, True, bytes(8))
+
+
+@pytest.mark.parametrize("command", ["build", "explain"])
+def test_a_pipe_is_no_model_and_not_waited_for(invoke: Invoke, tmp_path: Path, command: str) -> None:
+    os.mkfifo(tmp_path / "m.onnx")
+    done = invoke(command, tmp_path / "m.onnx", *(["-o", tmp_path / "a"] if command == "build" else []))
+    assert (done.code, "is not a file" in done.err) == (3, True)
 
 
 def test_where_nothing_can_be_written_nothing_is_built(invoke: Invoke, asked: dict, model: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def holds_artifact(path: Path) -> bool:
     """By content, whatever the file is called."""
-    if not zipfile.is_zipfile(path):
+    if not path.is_file() or not zipfile.is_zipfile(path):  # a pipe would be waited for, a device read without end
         return False
     from ..artifact import is_artifact  # waits for NumPy
 

@@ -31,7 +31,7 @@ def build(
     as_json: AsJson = False,
 ) -> None:
     """Compile a model into an artifact."""
-    check_output(output, model)
+    check_output(output, model, b"PK", "compiled model")
     session = tvmfuse.build(
         model,
         shapes=parse_shapes(shape),

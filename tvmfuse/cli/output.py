@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import UsageError
-from ..files import check_replaceable
+from ..files import check_own, check_replaceable
 
 if TYPE_CHECKING:
     from ..values import Site
 
 
-def check_output(path: Path, model: Path) -> None:
-    """Before anything is computed: raises UsageError for a file that couldn't be written, or that would replace the model."""
+def check_output(path: Path, model: Path, head: bytes, kind: str) -> None:
+    """Before anything is computed: raises UsageError for a file that couldn't be written, or that would replace the model or its weights.
+
+    head  how files of this kind begin.
+    """
     if not path.parent.is_dir():
         raise UsageError(f"can't write {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):
@@ -27,6 +30,7 @@ def check_output(path: Path, model: Path) -> None:
     check_replaceable(path)
     if path.exists() and path.samefile(model):
         raise UsageError(f"{path} is the model itself; write to another file")
+    check_own(path, head, kind)
 
 
 def say(text: str) -> None:

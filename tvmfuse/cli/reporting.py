@@ -28,7 +28,7 @@ def report(
     from ..report.page import render
     from .progress import progress
 
-    check_output(output, model)
+    check_output(output, model, b"<!", "report")
     with progress(model.name) as tell:
         findings = collect(model, parse_shapes(shape), threads, logs, seconds, tell)
     with written(output) as partial:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import shlex
 from collections.abc import Mapping, Sequence
 
 from ..errors import ModelError, UsageError
@@ -79,7 +80,7 @@ def _contradiction(what: str) -> UsageError:
 def _option(key: str, value: object) -> str:
     """As the command line takes it; the comma marks a whole input of rank one."""
     extents = ",".join(map(str, value)) + "," * (len(value) == 1) if isinstance(value, tuple | list) else str(value).strip("()")
-    return f"--shape {key}={extents.replace(', ', ',')}"
+    return f"--shape {shlex.quote(f'{key}={extents}'.replace(', ', ','))}"
 
 
 def _written(dims: tuple[Dim, ...] | None) -> str:
