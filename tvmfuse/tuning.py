@@ -75,7 +75,7 @@ class Summary:
             return "reverted: the whole model got slower"
         rivals = sorted((v for v in result.verdicts if v.candidate != result.choice), key=lambda v: v.ratio)
         best = f", best other {rivals[0].ratio:.3f} [{rivals[0].ci[0]:.3f}, {rivals[0].ci[1]:.3f}]" if rivals else ""
-        return _outcome(result) + best + ("" if result.finished else ", the next run goes on here")
+        return _outcome(result) + best + ("" if result.finished else ", a later run goes on with it")
 
     @property
     def left(self) -> int:

@@ -86,7 +86,7 @@ class Summary:
     gate_failure: str | None = None
 
     def outcome(self, workload: Workload) -> str:
-        return "begun, the next run goes on here"
+        return "begun, a later run goes on with it"
 
     def __str__(self) -> str:
         return "sites: 1 tuned 1"
@@ -426,7 +426,7 @@ def test_interrupted_tuning_says_what_is_kept(invoke: Invoke, model: Path, monke
 def test_tuning_that_leaves_sites_says_how_it_goes_on(invoke: Invoke, asked: dict, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(tvmfuse), "tune", lambda *_, **__: Summary(left=3))
     assert "the same command again goes on with what is left: 3 different sites" in invoke("tune", model).err
-    assert "begun, the next run goes on here" in invoke("tune", model).out
+    assert "begun, a later run goes on with it" in invoke("tune", model).out
     told = json.loads(invoke("tune", model, "--json").out)
     assert told["left"] == 3 and told["sites"][0]["this_run"].startswith("begun")
 

@@ -7,6 +7,8 @@ import multiprocessing.context
 import os
 import signal
 import tempfile
+import time
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -55,6 +57,16 @@ def test_rows_of_what_runs_and_reasons_of_what_does_not() -> None:
     assert rows[0].calls_per_s and rows[2].calls_per_s is None
     assert rows[3].reason == "not installed"
     assert rows[4].reason and "tract" in rows[4].reason or "one thread" in str(rows[4].reason)
+
+
+def test_an_interrupt_while_a_process_starts_is_for_its_parent(tmp_path: Path) -> None:
+    proto, feeds = model()
+    onnx.save(proto, tmp_path / "m.onnx")
+    with Process("onnxruntime", str(tmp_path / "m.onnx"), feeds, ("y",)) as process:
+        for _ in range(40):
+            os.kill(process.pid, signal.SIGINT)
+            time.sleep(0.01)
+        process.load()
 
 
 def test_a_process_that_dies_says_of_what() -> None:

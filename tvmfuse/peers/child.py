@@ -75,6 +75,7 @@ def main(pipe: Connection, log: str, threads: int) -> None:
     os.setpgid(0, 0)  # so that it ends together with the compilers that it has started
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     target = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(target, 1)
     os.dup2(target, 2)

@@ -11,6 +11,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,11 +43,15 @@ class Process:
         descriptor, self._log = tempfile.mkstemp(prefix="tvmfuse-", suffix=".log")
         os.close(descriptor)
         self._process = spawn.Process(target=main, args=(theirs, self._log, self._threads), daemon=True)
+        resource_tracker.ensure_running()  # which lets interrupts through again once it has started
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process has it blocked until it ignores it
         try:
             self._process.start()
         except BaseException:  # Ctrl-C: a block that isn't entered isn't left either
             self.close()
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         return self
 
