@@ -58,6 +58,16 @@ def write(path: Path, text: str) -> None:
         partial.write_text(text)
 
 
+def _write(args: argparse.Namespace, facts: dict[str, Any], runs: list[Run]) -> None:
+    """The files that were asked for, of all runs so far."""
+    if args.json:
+        write(args.json, json.dumps({**facts, "runs": [dataclasses.asdict(run) for run in runs]}, indent=1))
+    if args.markdown:
+        write(args.markdown, markdown(runs, facts))
+    if args.plot:
+        write(args.plot, plot.svg([s for run in runs for s in run.standings()]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=models.ZOO, default=list(models.ZOO), metavar="NAME", help=" ".join(models.ZOO))
@@ -96,10 +106,6 @@ def main() -> None:
             rows = benching.bench(name, models.load(name), models.inputs(name), wanted, args.seconds, progress=say)
             runs.append(Run(name, threads, tuple(rows)))
             print(compare.table(rows), flush=True)
-            if args.json:
-                write(args.json, json.dumps({**facts, "runs": [dataclasses.asdict(run) for run in runs]}, indent=1))
-            if args.markdown:
-                write(args.markdown, markdown(runs, facts))
-            if args.plot:
-                write(args.plot, plot.svg([s for run in runs for s in run.standings()]))
+            _write(args, facts, runs)
+    _write(args, facts, runs)  # also where all runs were there already
     print("\n" + targets.table([s for run in runs for s in run.standings()]))
