@@ -58,7 +58,7 @@ def write(path: Path, text: str) -> None:
         partial.write_text(text)
 
 
-def _write(args: argparse.Namespace, facts: dict[str, Any], runs: list[Run]) -> None:
+def write_all(args: argparse.Namespace, facts: dict[str, Any], runs: list[Run]) -> None:
     """The files that were asked for, of all runs so far."""
     if args.json:
         write(args.json, json.dumps({**facts, "runs": [dataclasses.asdict(run) for run in runs]}, indent=1))
@@ -93,6 +93,7 @@ def main() -> None:
     if args.resume and args.json.exists():
         for data in json.loads(args.json.read_text())["runs"]:
             runs.append(Run(data["model"], data["threads"], tuple(compare.Row.from_json(row) for row in data["rows"])))
+        write_all(args, facts, runs)  # no other run may follow
     done = {(run.model, run.threads) for run in runs}
     for name in args.models:
         for threads in args.threads:
@@ -106,6 +107,5 @@ def main() -> None:
             rows = benching.bench(name, models.load(name), models.inputs(name), wanted, args.seconds, progress=say)
             runs.append(Run(name, threads, tuple(rows)))
             print(compare.table(rows), flush=True)
-            _write(args, facts, runs)
-    _write(args, facts, runs)  # also where all runs were there already
+            write_all(args, facts, runs)
     print("\n" + targets.table([s for run in runs for s in run.standings()]))

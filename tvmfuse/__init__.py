@@ -6,11 +6,12 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from .processors import default_threads as _default_threads
+
 # TVM reads both when its thread pool first starts. Bound workers leave the main thread to roam over their cores, so that every other
 # process is twice as slow for life; unset, x86 gets half of the logical processors. A kernel itself says how many threads it uses.
 os.environ.setdefault("TVM_BIND_THREADS", "0")
-_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # here without an import of ours
-os.environ.setdefault("TVM_NUM_THREADS", str(_usable))
+os.environ.setdefault("TVM_NUM_THREADS", str(_default_threads()))
 
 if TYPE_CHECKING:
     from .building import build, pipeline

@@ -27,10 +27,11 @@ from .kernel.generic import lower_generic
 from .kernel.lower import lower_sites
 from .kernel.memory import memory_as_parameters
 from .kernel.outputs import outputs_as_parameters, own_outputs
-from .measure.host import default_threads, host, is_this_cpu, machine, parse_target, recorded_target, required_features, toolchain
+from .measure.host import host, is_this_cpu, machine, parse_target, recorded_target, required_features, toolchain
 from .measure.remote import Identity, identify
 from .model.load import Loaded, load
 from .predicting import predictor
+from .processors import default_threads
 from .session import Session
 from .values import Conv2d, Host, Machine, Numerics, Site
 

@@ -23,7 +23,8 @@ from .decide import verdict as rule
 from .decide.log import Log
 from .errors import TargetMismatch, TooNoisy, TvmfuseError, UnsupportedError, UsageError
 from .linking import linker
-from .measure.host import default_threads, host, isa_among, llvm_only, toolchain
+from .measure.host import host, isa_among, llvm_only, toolchain
+from .processors import default_threads
 
 CPU_FOLDER = Path("/sys/devices/system/cpu")
 NOISE_S = 1.0

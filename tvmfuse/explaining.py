@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from . import kernel
 from .building import Plan, Prepared, described, plan_for, prepare
 from .choose import Choice, Fuse
 from .decide.cost_model import AnalyticPrior
-from .decide.log import Match
+from .decide.log import Match, Record
 from .errors import UsageError
 from .graph.excerpt import excerpt
 from .graph.hoist import Rule, refusals
@@ -176,13 +176,15 @@ def cost(workload: Workload, candidate: Candidate) -> Cost:
 def _options(workload: Workload, plan: Plan, chosen: Candidate) -> tuple[Option, ...]:
     """The default, what was chosen, and what was measured here."""
     prior, chooser = AnalyticPrior(plan.machine), plan.chooser
-    conditions = chooser.conditions(workload) if chooser.log is not None and chooser.host is not None else None
-    default = (conditions and conditions.default) or chooser.candidates(workload)[0]
+    history: Sequence[Record] = ()
+    if chooser.log is None or chooser.host is None:
+        default, *_ = chooser.candidates(workload)
+    else:
+        (default, *_), conditions = chooser.contest(workload)
+        history = chooser.log.history(workload, conditions)
     base = prior.seconds(workload, default)
     verdicts: dict[Candidate, Verdict | None] = {default: None, chosen: None}
-    if chooser.log is not None and conditions:
-        history = chooser.log.history(workload, conditions)
-        verdicts |= {r.candidate: r.verdict for r in history if r.verdict and r.kind != "site"}
+    verdicts |= {r.candidate: r.verdict for r in history if r.verdict and r.kind != "site"}
     predicted = {candidate: prior.seconds(workload, candidate) for candidate in verdicts}
     return tuple(Option(c, predicted[c], predicted[c] / base, verdict) for c, verdict in verdicts.items())
 

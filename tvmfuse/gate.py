@@ -123,7 +123,7 @@ def is_slower(found: Comparison) -> bool:
     A site has to prove a whole margin to win; the model it belongs to loses already where the interval leaves out a tie. Some of what
     speaks against tuned sites is seen there alone: on several threads a tile that is quicker by itself may want rows that lie with another.
     """
-    return found.ci[0] > 1 and found.ratio > 1 + max(verdict.MIN_MARGIN, verdict.MARGIN_PER_NOISE * found.aa_noise)
+    return found.ci[0] > 1 and found.ratio > 1 + verdict.margin(found.aa_noise)
 
 
 def side_by_side(tuned: Session, rivals: Sequence[Session]) -> list[Session]:

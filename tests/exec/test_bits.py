@@ -18,7 +18,6 @@ from tests.exec.kernel_runner import HOST, RUNNABLE, Compiled, count_differing, 
 from tests.exec.llvm_scan import contractible
 from tvmfuse import kernel
 from tvmfuse.building import compile_model, plan_for, prepare
-from tvmfuse.kernel import grain
 from tvmfuse.measure.host import host_target
 from tvmfuse.values import (
     VOCABULARY,
@@ -36,6 +35,8 @@ from tvmfuse.values import (
     Step,
     Workload,
 )
+
+pytestmark = pytest.mark.usefixtures("small_kernels_are_shared")
 
 ANCHORS: dict[str, Anchor] = {
     "matmul": Matmul(1, 5, 19, 3),
@@ -109,11 +110,6 @@ def inputs_of(workload: Workload) -> list[np.ndarray]:
     arrays = [edged(random, first, anchor.dtype, EDGES, 3 * min(terms, 16))]
     arrays += [edged(random, shape, anchor.dtype, FINITE_EDGES, 9) for shape in weights]
     return arrays + [edged(random, operand.shape, operand.dtype, EDGES, 8) for operand in workload.epilogue.operands]
-
-
-@pytest.fixture(autouse=True)
-def small_passes_are_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grain, "REGION_S", -1.0)
 
 
 def assert_one_result(workloads: dict[str, Workload]) -> None:

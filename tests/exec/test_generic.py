@@ -15,8 +15,10 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from tests.exec.kernel_runner import HOST, RUNNABLE, assert_same_bits, before_a_guard_page, target_for
-from tvmfuse.kernel import generic, grain
+from tvmfuse.kernel import generic
 from tvmfuse.values import Machine
+
+pytestmark = pytest.mark.usefixtures("small_kernels_are_shared")
 
 nn = op.nn
 MACHINES = [HOST, *(Machine(isa, threads=2) for isa in RUNNABLE)]
@@ -239,11 +241,6 @@ def _run(main: relax.Function, prefix: str, module: Any, inputs: Sequence[np.nda
         arrays[binding.var] = before_a_guard_page(out)
         module[prefix + func.name_hint](*(tvm_ffi.from_dlpack(arrays[arg]) for arg in (*args.fields, binding.var)))
     return arrays[main.body.body]
-
-
-@pytest.fixture(autouse=True)
-def small_functions_are_shared_too(monkeypatch):
-    monkeypatch.setattr(grain, "REGION_S", -1.0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -22,7 +22,6 @@ from tests.exec.random_models import Author, Draw, Network
 from tvmfuse import kernel
 from tvmfuse.building import Plan, compile_model, plan_for, prepare
 from tvmfuse.choose import Chooser
-from tvmfuse.kernel import grain
 from tvmfuse.session import Session
 from tvmfuse.values import WINOGRAD, Candidate, Workload
 
@@ -46,10 +45,9 @@ def networks(draw: Draw, graphs: int) -> Network:
     return network
 
 
+@pytest.mark.usefixtures("small_kernels_are_shared")
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_values_are_right_and_every_choice_gives_the_same_bits(shard: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(grain, "REGION_S", -1.0)  # small kernels are shared by threads too
-
+def test_values_are_right_and_every_choice_gives_the_same_bits(shard: int, tmp_path: Path) -> None:
     @seed(FIRST_SEED + shard)
     @settings(
         max_examples=-(-GRAPHS // TOGETHER // SHARDS), database=None, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck)

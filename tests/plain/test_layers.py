@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "tvmfuse"
 LAYERS = (
-    ("values", "errors", "files"),
+    ("values", "errors", "files", "processors"),
     ("runtime",),
     ("model",),
     ("graph",),
@@ -38,7 +38,7 @@ LAYERS = (
     ("__main__",),
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
-TVM_FREE = ("values", "errors", "files", "decide")
+TVM_FREE = ("values", "errors", "files", "processors", "decide")
 PRINTERS = ("cli", "report", "__main__")  # the last sets the streams up
 
 

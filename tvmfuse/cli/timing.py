@@ -36,8 +36,8 @@ def bench(
 
     from .. import benching
     from ..compare import draw
-    from ..measure.host import default_threads
     from ..model.load import load
+    from ..processors import default_threads
     from .tables import print_table
 
     unknown = [name for name in peer or () if name not in peers.PEERS]

@@ -215,10 +215,6 @@ class Log:
             self._decoded[key] = _decode(lines, self.damage)
         return self._decoded[key]
 
-    def decides(self, workload: Workload) -> bool:
-        """Whether there is a decision on a workload, under whatever conditions."""
-        return bool(self._of(workload.hash(), decisions_only=True))
-
     def best(
         self,
         workload: Workload,

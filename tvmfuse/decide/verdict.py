@@ -26,6 +26,11 @@ MAX_NOISE = 0.05  # a control off by more than 5 % says that the machine can't b
 MIN_PROCESSES = 6
 
 
+def margin(noise: float) -> float:
+    """What a gain or a loss has to exceed, where equal things differ by `noise`."""
+    return max(MIN_MARGIN, MARGIN_PER_NOISE * noise)
+
+
 def look(candidate: Candidate, processes: Sequence[Sequence[float]], control: Sequence[float]) -> Verdict | None:
     """What the pairs seen so far say, or None when more are needed.
 
@@ -39,7 +44,7 @@ def look(candidate: Candidate, processes: Sequence[Sequence[float]], control: Se
         raise ValueError(f"{pairs} pairs: looks are allowed after {', '.join(map(str, LOOKS))}")
     low, high = (ratios[rank - 1] for rank in RANKS[pairs])
     noise = abs(median(control))
-    margin = max(MIN_MARGIN, MARGIN_PER_NOISE * noise)
+    least = margin(noise)
 
     def verdict(outcome: str, why: str) -> Verdict:
         interval = (math.exp(low), math.exp(high))
@@ -47,16 +52,16 @@ def look(candidate: Candidate, processes: Sequence[Sequence[float]], control: Se
 
     if noise > MAX_NOISE:
         return verdict("too noisy", f"the default differs from itself by {noise:.1%}, more than {MAX_NOISE:.0%}")
-    if high < -margin:
+    if high < -least:
         medians = [median(process) for process in processes if process]
         if len(medians) >= MIN_PROCESSES and all(m < 0 for m in medians):
-            return verdict("wins", f"at least {-math.expm1(high):.1%} faster, margin {margin:.1%}, in {len(medians)} processes")
+            return verdict("wins", f"at least {-math.expm1(high):.1%} faster, margin {least:.1%}, in {len(medians)} processes")
         doubt = f"only {len(medians)} processes" if len(medians) < MIN_PROCESSES else "the processes disagree in sign"
-    elif low > -margin:
+    elif low > -least:
         found = f"at most {-math.expm1(low):.1%} faster" if low < 0 else f"at least {math.expm1(low):.1%} slower"
-        return verdict("keeps default", f"{found}, margin {margin:.1%}")
+        return verdict("keeps default", f"{found}, margin {least:.1%}")
     else:
-        doubt = f"the interval {math.expm1(low):+.1%} .. {math.expm1(high):+.1%} holds the margin {-margin:.1%}"
+        doubt = f"the interval {math.expm1(low):+.1%} .. {math.expm1(high):+.1%} holds the margin {-least:.1%}"
     return verdict("undecided", doubt) if pairs == LOOKS[-1] else None
 
 

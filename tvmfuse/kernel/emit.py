@@ -200,27 +200,17 @@ def shared_loop(extent: int, threads: int) -> Iterator[Index]:
             yield index
 
 
-@contextlib.contextmanager
-def team(threads: int) -> Iterator[None]:
+def team(threads: int) -> contextlib.AbstractContextManager[object]:
     """One parallel region around several shared loops and the serial ones that they stand in, which every thread runs through.
 
     Each shared loop in it is a `phase`. A barrier costs a third of another region, and what a thread holds in its caches stays with it.
     """
-    if threads == 1:
-        yield
-    else:
-        with T.attr(0, "pragma_parallel_launch_point", 1):
-            yield
+    return T.attr(0, "pragma_parallel_launch_point", 1) if threads > 1 else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def phase(threads: int) -> Iterator[None]:
+def phase(threads: int) -> contextlib.AbstractContextManager[object]:
     """A shared loop of a team, whose threads wait for each other at its end."""
-    if threads == 1:
-        yield
-    else:
-        with T.attr(0, "pragma_parallel_barrier_when_finish", 1):
-            yield
+    return T.attr(0, "pragma_parallel_barrier_when_finish", 1) if threads > 1 else contextlib.nullcontext()
 
 
 def reduce_over(extent: int, unroll: int, step: Callable[[Index], None]) -> None:

@@ -22,8 +22,8 @@ from ..values import Machine, Workload
 # Starting a parallel region, and a meeting of its threads within it, for each thread: 1.2 us and 0.3 to 1 us were seen with two. Split
 # work pays from four times that: what the other threads wrote before lies in their caches, as far away as memory.
 REGION_S, MEETING_S = 0.6e-6, 0.25e-6
-# Only for that decision: a core of 3 GHz with two FMA ports, and 8 GB/s to and from memory.
-CORE_HZ, FMA_PORTS, STREAM_BYTES_PER_S = 3e9, 2, 8e9
+# Only for that decision: a core of 3 GHz with two FMA ports, 8 GB/s to and from memory, and 64 from its own caches.
+CORE_HZ, FMA_PORTS, STREAM_BYTES_PER_S, CACHE_BYTES_PER_S = 3e9, 2, 8e9, 64e9
 
 
 def threads_for(machine: Machine, seconds: float, meetings: int = 0) -> int:

@@ -29,15 +29,13 @@ from ..values import ITEM_BYTES, Candidate, Machine, Recurrent, Workload
 from . import emit
 from .emit import Flat, Index, RegisterTile
 from .family import Buffer, Kernel, Launch
-from .grain import compute_seconds, threads_for
+from .grain import CACHE_BYTES_PER_S, compute_seconds, threads_for
 from .math import sigmoid, tanh
 from .rounding import add, const, mul, sub
 from .space import candidates_of, check_tile, tile_cycles
 
 # All tiles stream the same weights and differ by some cycles a panel: the best few are enough to choose from.
 MAX_TILES = 4
-# Only to decide on threads: what a core reads from its own caches.
-CACHE_BYTES_PER_S = 64e9
 
 
 def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
@@ -45,8 +43,7 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
     anchor = workload.anchor
     assert isinstance(anchor, Recurrent)
     lanes, most = machine.isa.lanes(anchor.dtype), machine.isa.registers // 2
-    gates = max(len(phase) for phase in phases(anchor))
-    widths = [vectors for vectors in range(1, most // gates + 1) if vectors <= -(-anchor.hidden // lanes)]
+    widths = [vectors for vectors in range(1, most // gates_at_once(anchor) + 1) if vectors <= -(-anchor.hidden // lanes)]
 
     def cycles(vectors: int) -> float:
         rows = rows_of_tile(anchor, vectors, machine)
@@ -67,7 +64,7 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
 
 def rows_of_tile(anchor: Recurrent, vectors: int, machine: Machine) -> int:
     """The batch in as few and as even runs of rows as the registers allow: rows * vectors accumulators a gate, a row of R, a broadcast."""
-    vectors *= max(len(phase) for phase in phases(anchor))
+    vectors *= gates_at_once(anchor)
     most = max(1, (machine.isa.registers - 1 - vectors) // vectors)
     return -(-anchor.batch // -(-anchor.batch // most))
 
@@ -77,6 +74,11 @@ def phases(anchor: Recurrent) -> tuple[tuple[int, ...], ...]:
     if anchor.kind == "gru" and not anchor.linear_before_reset:
         return (0, 1), (2,)
     return (tuple(range(anchor.gates)),)
+
+
+def gates_at_once(anchor: Recurrent) -> int:
+    """Those of a block that has the most."""
+    return max(len(phase) for phase in phases(anchor))
 
 
 def candidates(workload: Workload, machine: Machine) -> tuple[Candidate, ...]:
@@ -99,7 +101,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     if workload.epilogue.steps or candidate.placement != "register":
         raise ScheduleRefused("a recurrent anchor has no epilogue: its result is the next step's input")
     lanes, units = machine.isa.lanes(anchor.dtype), candidate["units"]
-    check_tile(1, units * max(len(phase) for phase in phases(anchor)), machine, anchor.dtype)
+    check_tile(1, units * gates_at_once(anchor), machine, anchor.dtype)
     projections, _, bias, *initial = (Buffer(shape, anchor.dtype) for shape in anchor.input_shapes())
     packed = Buffer((sum(_packed_sizes(anchor, units, lanes)),), anchor.dtype)
     buffers = (projections, packed, bias, *initial, Buffer(anchor.output_shape(), anchor.dtype), *initial)

@@ -30,10 +30,11 @@ from tvm.target import Target
 from .. import kernel as kernels_of
 from ..errors import DeviceError, DeviceLost, ScheduleRefused
 from ..kernel.family import Kernel
+from ..processors import default_threads
 from ..values import Candidate, Conv2d, Conv2dTranspose, Elementwise, Epilogue, Machine, Matmul, Measurement, Workload
 from . import clock
 from .forkserver import ForkServer, Worker
-from .host import default_threads, is_foreign
+from .host import is_foreign
 from .pool import Pool
 from .worker import draw
 

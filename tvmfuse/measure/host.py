@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from tvm.target import Target, codegen
 
 from .. import runtime
 from ..errors import UnsupportedError, UsageError
+from ..processors import default_threads
 from ..values import AVX2, AVX512, ISA, NEON, Host, Machine
 from .cpu import ARM_NAMES, description, is_masked
 
@@ -92,11 +92,6 @@ def _cache_sizes() -> tuple[int, int, int]:
             found[int(level)] = int(parsed[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[parsed[2]]
     l1, l2 = found.get(1, Machine.l1), found.get(2, Machine.l2)
     return l1, l2, found.get(3, l2 if found else Machine.l3)
-
-
-def default_threads() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_target(num_cores: int = 1) -> Target:

@@ -24,8 +24,9 @@ from tvm.rpc.server import PopenRPCServerState
 from tvm.target import Target, codegen
 
 from ..errors import DeviceError, DeviceLost
+from ..processors import default_threads
 from .forkserver import ForkServer, Worker
-from .host import default_threads, host, host_target, toolchain
+from .host import host, host_target, toolchain
 
 PORTS = 100  # tried from the given one on
 CONNECT_TIMEOUT_S = 5.0

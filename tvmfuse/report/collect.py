@@ -16,8 +16,9 @@ import numpy as np
 from .. import compare
 from ..building import build
 from ..explaining import Explained, explain
-from ..measure.host import default_threads, host, isa_among, toolchain
+from ..measure.host import host, isa_among, toolchain
 from ..measure.roofline import roofline
+from ..processors import default_threads
 from ..values import Site
 from .findings import Findings, KernelLine, SiteLine, Timing
 
