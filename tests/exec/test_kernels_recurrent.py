@@ -10,7 +10,7 @@ import pytest
 from tests.exec.kernel_runner import HOST, RUNNABLE, assert_same_bits, inputs_of, run, with_knobs
 from tvmfuse.errors import ScheduleRefused
 from tvmfuse.kernel import candidates, recurrent
-from tvmfuse.values import AVX512, Candidate, Epilogue, Machine, Recurrent, Step, Workload
+from tvmfuse.values import AVX2, AVX512, ISA, NEON, Candidate, Epilogue, Machine, Recurrent, Step, Workload
 
 ANCHORS = [
     Recurrent("gru", 4, 1, 32),
@@ -128,6 +128,23 @@ def test_blocks_of_the_default_are_even_and_hide_the_latency_of_an_fma() -> None
     found = candidates(Workload(Recurrent("gru", 100, 1, 256)), Machine(AVX512))
     assert len(found) == recurrent.MAX_TILES
     assert 3 * found[0]["units"] >= 8 * 16 and 256 % found[0]["units"] == 0
+
+
+@pytest.mark.parametrize("isa", [AVX512, AVX2, NEON], ids=lambda isa: isa.name)
+@pytest.mark.parametrize(
+    "anchor",
+    [
+        Recurrent("gru", 2, 1, 256),
+        Recurrent("gru", 2, 3, 128, linear_before_reset=False),
+        Recurrent("lstm", 2, 1, 128),
+        Recurrent("lstm", 2, 7, 200),
+    ],
+    ids=str,
+)
+def test_every_tile_on_offer_fits_the_registers(anchor: Recurrent, isa: ISA) -> None:
+    machine = Machine(isa, threads=2)
+    found = candidates(Workload(anchor), machine)
+    assert found and all(recurrent.kernel(Workload(anchor), candidate, machine).launches for candidate in found)
 
 
 def test_steps_too_short_for_a_barrier_stay_on_one_thread() -> None:

@@ -123,6 +123,17 @@ def test_two_unnamed_dimensions_are_different_ones() -> None:
     assert load(proto, {"x": (2, 3)}).outputs[0].shape == (2, 3)
 
 
+def test_what_exporters_write_for_a_dimension_without_a_name() -> None:
+    """-1, and "?" for several that are different ones."""
+    proto = model("(float[a,b,c] x) => (float[a,b,c] y) { y = Relu(x) }")
+    for value in (proto.graph.input[0], proto.graph.output[0]):
+        first, *others = value.type.tensor_type.shape.dim
+        first.dim_value = -1
+        for dim in others:
+            dim.dim_param = "?"
+    assert load(proto, {"x": (2, 3, 4)}).outputs[0].shape == (2, 3, 4)
+
+
 def test_a_file_over_two_gigabytes_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "large.onnx"
     with path.open("wb") as file:

@@ -32,7 +32,7 @@ from .family import Buffer, Kernel, Launch
 from .grain import CACHE_BYTES_PER_S, compute_seconds, threads_for
 from .math import sigmoid, tanh
 from .rounding import add, const, mul, sub
-from .space import candidates_of, check_tile, tile_cycles
+from .space import candidates_of, check_tile, registers_of, tile_cycles
 
 # All tiles stream the same weights and differ by some cycles a panel: the best few are enough to choose from.
 MAX_TILES = 4
@@ -42,8 +42,9 @@ def tiles(workload: Workload, machine: Machine) -> list[dict[str, int]]:
     """Units of a block, the analytically best first; where threads share a step, last the best for one thread."""
     anchor = workload.anchor
     assert isinstance(anchor, Recurrent)
-    lanes, most = machine.isa.lanes(anchor.dtype), machine.isa.registers // 2
-    widths = [vectors for vectors in range(1, most // gates_at_once(anchor) + 1) if vectors <= -(-anchor.hidden // lanes)]
+    lanes = machine.isa.lanes(anchor.dtype)
+    in_all = range(1, -(-anchor.hidden // lanes) + 1)
+    widths = [vectors for vectors in in_all if registers_of(1, vectors * gates_at_once(anchor)) <= machine.isa.registers]
 
     def cycles(vectors: int) -> float:
         rows = rows_of_tile(anchor, vectors, machine)

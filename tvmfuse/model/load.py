@@ -63,7 +63,14 @@ def load(model: str | os.PathLike[str] | onnx.ModelProto | tvm.IRModule, shapes:
 def _declared(kind: onnx.TypeProto.Tensor) -> tuple[Dim, ...] | None:
     if not kind.HasField("shape"):
         return None
-    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim)
+    return tuple(_declared_dim(dim) for dim in kind.shape.dim)
+
+
+def _declared_dim(dim: onnx.TensorShapeProto.Dimension) -> Dim:
+    """-1 and "?", which no variable can be called, are how exporters write a dimension without a name."""
+    if dim.HasField("dim_value") and dim.dim_value >= 0:
+        return dim.dim_value
+    return dim.dim_param if dim.dim_param not in ("", "?") else None
 
 
 def _load_relax(mod: tvm.IRModule, shapes: Shapes | None) -> Loaded:
