@@ -108,12 +108,16 @@ def test_code_of_the_mode_that_the_default_does_not_have_counts(workload: Worklo
 
 
 def test_code_of_the_other_loop_order_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = emit.shared_tiles
+
+    def shared_in_one_order(axes: Any, threads: int, *rest: Any, **named: Any) -> None:
+        shared(axes, 1 + (axes[1].extent == 96), *rest, **named)
+
     for order in ("rows", "panels"):
         default = next(c for c in kernel.candidates(MATMUL, HERE) if c["order"] == order)
         before = kernel.digest(MATMUL, HERE, default)
-        shared = emit.shared_tiles
         with monkeypatch.context() as patch:
-            patch.setattr(emit, "shared_tiles", lambda axes, threads, body, shared=shared: shared(axes, 1 + (axes[1].extent == 96), body))
+            patch.setattr(emit, "shared_tiles", shared_in_one_order)
             kernel.digest.cache_clear()
             assert kernel.digest(MATMUL, HERE, default) != before
 

@@ -23,7 +23,7 @@ from ..errors import ScheduleRefused
 from ..values import Candidate, Conv2d, Epilogue, Machine, Workload
 from . import emit, window
 from .dot import DotTile
-from .emit import Flat, Index, RegisterTile, Tiling
+from .emit import Flat, Index, RegisterTile, Tile, Tiling
 from .family import Buffer, Kernel, Launch
 from .forms import LOGICAL_LANES
 from .grain import compute_seconds, threads_for
@@ -236,7 +236,11 @@ def _body(
         Tiling(anchor.oh, th),
         window.Windows(anchor.ow, tw, partial(crosses, anchor) if inline else window.never),
     )
-    emit.shared_tiles(axes, threads, lambda group, channels, n, rows, columns: micro(n[0], group[0], *channels, *rows, *columns))
+
+    def body(group: Tile, channels: Tile, n: Tile, rows: Tile, columns: Tile) -> None:
+        micro(n[0], group[0], *channels, *rows, *columns)
+
+    emit.shared_tiles(axes, threads, body, first_shared=(2, 3))
 
 
 def pack(anchor: Conv2d, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:

@@ -180,24 +180,35 @@ def loop(extent: int) -> Iterator[Index]:
 
 
 @contextlib.contextmanager
-def shared_loop(extent: int, threads: int) -> Iterator[Index]:
-    """A loop whose steps are spread over at most `threads` threads in contiguous, even runs.
+def each_thread(threads: int) -> Iterator[Callable[[int], contextlib.AbstractContextManager[Index]]]:
+    """A parallel region of so many threads, in which run(extent) loops over a thread's own part of 0 .. extent - 1.
 
-    With one thread no parallel region is emitted at all, so that a serial kernel never wakes a pool.
+    Parts are contiguous and even. With one thread no parallel region is emitted at all, so that a serial kernel never wakes a pool.
     """
-    threads = min(threads, extent)
     if threads == 1:
-        with loop(extent) as index:
-            yield index
+        yield loop
         return
-    run = -(-extent // threads)
-    with T.parallel(0, threads) as thread, T.serial(0, run) as step:
-        index = thread * run + step
-        if extent % threads:
-            with T.If(index < extent), T.Then():
-                yield index
-        else:
-            yield index
+    with T.parallel(0, threads) as thread:
+
+        @contextlib.contextmanager
+        def own_run(extent: int) -> Iterator[Index]:
+            run = -(-extent // threads)
+            with T.serial(0, run) as step:
+                index = thread * run + step
+                if extent % threads:
+                    with T.If(index < extent), T.Then():
+                        yield index
+                else:
+                    yield index
+
+        yield own_run
+
+
+@contextlib.contextmanager
+def shared_loop(extent: int, threads: int) -> Iterator[Index]:
+    """A loop whose steps are spread over at most `threads` threads."""
+    with each_thread(min(threads, extent)) as own_run, own_run(extent) as index:
+        yield index
 
 
 def team(threads: int) -> contextlib.AbstractContextManager[object]:
@@ -263,34 +274,43 @@ class Tiling:
         with_tail(index, self.extent, self.size, lambda size: body(index * self.size, size))
 
 
-def shared_tiles(axes: Sequence[Tiling], threads: int, body: Callable[..., None]) -> None:
+def shared_tiles(axes: Sequence[Tiling], threads: int, body: Callable[..., None], first_shared: Sequence[int] = ()) -> None:
     """body((first, size) of each axis) for all tiles; the last axis moves fastest.
 
-    Threads share the tiles of as many outer axes as come out even, and each loops over the others on its own.
+    Threads share the tiles of as many outer axes as come out even, and each loops over the others on its own. The axes numbered
+    `first_shared`, neighbours, are preferred where they come out even: rows of the output, so that a thread finds the rows it wrote as
+    its input in the next kernel, in its own caches (ShuffleNet on two threads: 0.9 of the time with panels shared, ResNet-50 0.95).
     """
     counts = [axis.count for axis in axes]
-    if threads == 1:
-        outer = 0
-    else:
-        outer = next((some for some in range(len(axes)) if math.prod(counts[:some]) >= EVEN * threads), len(axes))
 
-    def inner_tiles(*tiles: Tile) -> None:
-        if len(tiles) == len(axes):
+    def product(some: Sequence[int]) -> int:
+        return math.prod(counts[axis] for axis in some)
+
+    outer = [range(some) for some in range(1, len(axes) + 1)]
+    shared: Sequence[int] = ()
+    if threads > 1:
+        shared = next((some for some in (first_shared, *outer) if product(some) >= EVEN * threads), outer[-1])
+
+    def tiles_from(axis: int, *tiles: Tile) -> None:
+        if axis == len(axes):
             body(*tiles)
+        elif shared and axis == shared[0]:
+            with own_run(product(shared)) as work:
+                shared_from(0, unravel(work, [counts[i] for i in shared]), *tiles)
         else:
-            axes[len(tiles)].each(lambda first, size: inner_tiles(*tiles, (first, size)))
+            axes[axis].each(lambda first, size: tiles_from(axis + 1, *tiles, (first, size)))
 
-    def outer_tiles(position: Sequence[Index], *tiles: Tile) -> None:
-        if len(tiles) == outer:
-            inner_tiles(*tiles)
+    def shared_from(number: int, position: Sequence[Index], *tiles: Tile) -> None:
+        if number == len(shared):
+            tiles_from(shared[-1] + 1, *tiles)
         else:
-            axes[len(tiles)].at(position[len(tiles)], lambda first, size: outer_tiles(position, *tiles, (first, size)))
+            axes[shared[number]].at(position[number], lambda first, size: shared_from(number + 1, position, *tiles, (first, size)))
 
-    if not outer:
-        inner_tiles()
+    if not shared:
+        tiles_from(0)
         return
-    with shared_loop(math.prod(counts[:outer]), threads) as work:
-        outer_tiles(unravel(work, counts[:outer]))
+    with each_thread(min(threads, product(shared))) as own_run:
+        tiles_from(0)
 
 
 def unravel(position: Index, shape: Sequence[int]) -> list[Index]:
