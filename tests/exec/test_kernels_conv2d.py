@@ -124,6 +124,14 @@ def test_bits_are_the_same_for_every_thread_count() -> None:
     assert_same_bits([result for (result,) in run(PADDED, chosen, HOST, inputs_of(PADDED))], chosen)
 
 
+@pytest.mark.parametrize("pad", ["copy", "inline"])
+def test_bits_are_the_same_when_threads_share_rows_of_several_images(pad: str) -> None:
+    workload = chained(Conv2d(3, 7, 5, 4, 2 * (HOST.isa.lanes() + 3), 3, 3, padding=(1, 1, 1, 1), groups=2))
+    default = candidates(workload, HOST)[0]
+    chosen = [with_knobs(default, th=1, tw=2, nr=HOST.isa.lanes(), pad=pad, threads=threads) for threads in (1, 2, 3)]
+    assert_same_bits([result for (result,) in run(workload, chosen, HOST, inputs_of(workload))], chosen)
+
+
 @pytest.mark.parametrize("workload", [PADDED, chained(Conv2d(1, 4, 7, 20, 1, 3, 3, padding=(1, 1, 1, 1)))], ids=["padded", "dot"])
 def test_bits_are_the_same_on_every_isa(workload: Workload) -> None:
     inputs = inputs_of(workload)

@@ -240,7 +240,7 @@ def _body(
     def body(group: Tile, channels: Tile, n: Tile, rows: Tile, columns: Tile) -> None:
         micro(n[0], group[0], *channels, *rows, *columns)
 
-    emit.shared_tiles(axes, threads, body, first_shared=(2, 3))
+    emit.shared_tiles(axes, threads, body, preferred=[(2, 3)])
 
 
 def pack(anchor: Conv2d, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import tvm_ffi
@@ -274,43 +275,38 @@ class Tiling:
         with_tail(index, self.extent, self.size, lambda size: body(index * self.size, size))
 
 
-def shared_tiles(axes: Sequence[Tiling], threads: int, body: Callable[..., None], first_shared: Sequence[int] = ()) -> None:
+def shared_tiles(axes: Sequence[Tiling], threads: int, body: Callable[..., None], preferred: Sequence[tuple[int, ...]] = ()) -> None:
     """body((first, size) of each axis) for all tiles; the last axis moves fastest.
 
-    Threads share the tiles of as many outer axes as come out even, and each loops over the others on its own. The axes numbered
-    `first_shared`, neighbours, are preferred where they come out even: rows of the output, so that a thread finds the rows it wrote as
-    its input in the next kernel, in its own caches (ShuffleNet on two threads: 0.9 of the time with panels shared, ResNet-50 0.95).
+    Threads share the tiles of neighbouring axes, and each loops over the others on its own: the first of `preferred`, tuples of their
+    numbers, that come out even, else as many outer axes as do. Preferred are those that cut the output into runs of rows: a thread then
+    finds rows that it wrote as its input in the next kernel, in its own caches (ShuffleNet on two threads takes 0.88 to 0.98 of the time
+    that it does where panels of columns are shared, ResNet-50 0.95).
     """
-    counts = [axis.count for axis in axes]
-
-    def product(some: Sequence[int]) -> int:
-        return math.prod(counts[axis] for axis in some)
-
-    outer = [range(some) for some in range(1, len(axes) + 1)]
-    shared: Sequence[int] = ()
-    if threads > 1:
-        shared = next((some for some in (first_shared, *outer) if product(some) >= EVEN * threads), outer[-1])
-
-    def tiles_from(axis: int, *tiles: Tile) -> None:
-        if axis == len(axes):
-            body(*tiles)
-        elif shared and axis == shared[0]:
-            with own_run(product(shared)) as work:
-                shared_from(0, unravel(work, [counts[i] for i in shared]), *tiles)
-        else:
-            axes[axis].each(lambda first, size: tiles_from(axis + 1, *tiles, (first, size)))
-
-    def shared_from(number: int, position: Sequence[Index], *tiles: Tile) -> None:
-        if number == len(shared):
-            tiles_from(shared[-1] + 1, *tiles)
-        else:
-            axes[shared[number]].at(position[number], lambda first, size: shared_from(number + 1, position, *tiles, (first, size)))
-
-    if not shared:
-        tiles_from(0)
+    if threads == 1:
+        _tiles([axis.each for axis in axes], body)
         return
-    with each_thread(min(threads, product(shared))) as own_run:
-        tiles_from(0)
+    counts = [axis.count for axis in axes]
+    outer = [tuple(range(some)) for some in range(1, len(axes) + 1)]
+    work = {some: math.prod(counts[axis] for axis in some) for some in (*preferred, *outer)}
+    shared = next((some for some in work if work[some] >= EVEN * threads), outer[-1])
+    start, stop = shared[0], shared[-1] + 1
+    with each_thread(min(threads, work[shared])) as own_run:
+
+        def own_tiles(*before: Tile) -> None:
+            with own_run(work[shared]) as position:
+                own = [partial(axis.at, index) for axis, index in zip(axes[start:stop], unravel(position, counts[start:stop]), strict=True)]
+                _tiles([*own, *(axis.each for axis in axes[stop:])], partial(body, *before))
+
+        _tiles([axis.each for axis in axes[:start]], own_tiles)
+
+
+def _tiles(axes: Sequence[Callable[[Callable[[Index, int], None]], None]], body: Callable[..., None]) -> None:
+    """body((first, size) of each axis), where an axis calls what it is given with its tiles."""
+    if axes:
+        axes[0](lambda first, size: _tiles(axes[1:], partial(body, (first, size))))
+    else:
+        body()
 
 
 def unravel(position: Index, shape: Sequence[int]) -> list[Index]:

@@ -2,8 +2,8 @@
 
 Threads never share a reduction, so that the answer changes the time and not the bits.
 
-What is parallel, and where it stops scaling. A model's kernels run one after the other, each cut along its outermost loop (tiles of the
-output; for all else rows) into one even run a thread, with a barrier at its end. So n threads are held back by
+What is parallel, and where it stops scaling. A model's kernels run one after the other, each cut into one even run a thread: of rows of the
+output, or of tiles of it where rows are few, with a barrier at its end. So n threads are held back by
     - kernels that stay on the caller: what is too short to pay for a parallel region;
     - recurrences: their threads share each step and meet at its end, which pays for some 200 hidden units and a few threads;
     - uneven runs: T tiles take ceil(T / n) turns, 7x7x512 in 7x64 tiles has 56 of them: all of 28 threads are used and 7/8 of 32;

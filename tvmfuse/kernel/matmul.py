@@ -181,7 +181,7 @@ def _body(
     if candidate["order"] == "rows":
         emit.shared_tiles((batch, rows, columns), candidate["threads"], lambda b, m, n: micro(b[0], *m, *n))
     else:
-        emit.shared_tiles((batch, columns, rows), candidate["threads"], lambda b, n, m: micro(b[0], *m, *n), first_shared=(2,))
+        emit.shared_tiles((batch, columns, rows), candidate["threads"], lambda b, n, m: micro(b[0], *m, *n), preferred=[(0,), (2,)])
 
 
 def pack(anchor: Matmul, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:
