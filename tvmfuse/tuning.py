@@ -281,4 +281,5 @@ def _outcome(result: search.SiteResult) -> str:
         return "too noisy"
     if not result.finished:
         return "begun"
-    return "kept default" if any(v.outcome == "keeps default" for v in result.verdicts) else "undecided"
+    decided = any(v.outcome == "keeps default" for v in result.verdicts)
+    return "kept default" if decided or not result.verdicts else "undecided"  # no verdicts: nothing was near enough to be confirmed

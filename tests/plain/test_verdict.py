@@ -46,6 +46,18 @@ def test_five_processes_are_too_few_to_win() -> None:
     assert found is not None and (found.outcome, found.why) == ("undecided", "only 5 processes")
 
 
+def test_what_promises_no_gain_gets_no_more_pairs() -> None:
+    """Neither look decides: intervals of +-3 % around the median hold the margin."""
+    spread = [0.03 * i / 7 for i in range(-7, 8)]
+
+    def outcome(median_gain: float, processes: int) -> str | None:
+        found = rule.look(CANDIDATE, [[x - median_gain for x in spread[i::3]] for i in range(3)] * (processes // 3), [0.0] * 15)
+        return found.outcome if found else None
+
+    assert outcome(0.002, 3) is None and outcome(-0.002, 3) == "undecided"
+    assert outcome(0.012, 6) is None and outcome(0.008, 6) == "undecided"
+
+
 def test_interval_ranks_are_those_documented() -> None:
     for pairs, (low, high) in {15: (2, 14), 30: (7, 24), 60: (19, 42)}.items():
         ratios = [float(i) for i in range(1, pairs + 1)]

@@ -29,9 +29,11 @@ EXPLORED = 3  # of a batch, drawn from those that the ranking likes least: a ran
 TILES_SHARE = 0.35  # of a site's budget goes to its tiles ...
 SCREEN_SHARE = 0.55  # ... and so much at most to all screening; the rest confirms
 SCREEN_ROUNDS = 3  # each on half of what is left, so that the promising are timed three times
-TILES_KEPT = 4  # the best tiles, and the default's, are tried with every placement and cut
+TILES_KEPT = 3  # the best of them, and the default's, are tried in other placements and cuts
+NEAR_PLACE = 1.05  # all of them on the quickest tile; on the others those that are hardly behind the best one there
 KEPT = 3  # finalists of each placement and cut:
 NEAR = 1.10  # the best, and others that are at most a tenth behind the quickest of all
+HOPELESS = 1.03  # a quickest sample so far behind the default's isn't confirmed: no winner of 250 had one over 1.01
 CONFIRMED_TOGETHER = 8  # finalists that share a process and its control
 PROCESSES_PER_LOOK = 3
 PROCESS_S = 1.0  # what a fresh process takes, until one was seen
@@ -107,8 +109,8 @@ def tune_site(
     """Measure a site's candidates against its default, candidates[0], and decide.
 
     Tiles are screened first, each with the first candidate that the family lists for it, in the ranking's order until a batch, part of
-    which is drawn from the ranking's end, brings no new best; the best tiles then with every placement and cut. Which tile is best
-    hardly depends on where the epilogue is, so that the space need not be their product.
+    which is drawn from the ranking's end, brings no new best; the quickest then with every placement and cut, and what is good there
+    with the other good tiles. Which tile is best hardly depends on where the epilogue is, so that the space need not be their product.
     Every measurement, failure and verdict is in the log before the next one is taken, and what the log has of this site under the same
     conditions counts: candidates that failed are not tried again, samples and pairs are not taken twice. When the budget ends, what has
     no verdict keeps the default, and the next run goes on there.
@@ -248,16 +250,29 @@ class _Tuning:
             tiles = left[: max(TILES_KEPT, len(left) // 2)]
             if self.fits("screen", SCREEN_SHARE):
                 self.sample(tiles)
-        best = [self.default, *sorted((c for c in tiles if c in self.screened), key=self.screened.__getitem__)[:TILES_KEPT]]
-        kept = {c.knobs for c in best}
-        places = [c for c in self.candidates if c.knobs in kept and c not in self.failed and c != self.default]
-        fresh = [c for c in places if c not in self.screened]
-        for places_batch in _batches(fresh, BATCH):
+        best = sorted((c for c in tiles if c in self.screened), key=self.screened.__getitem__)[:TILES_KEPT]
+        return self.screen_places([c.knobs for c in sorted([self.default, *best], key=lambda c: self.screened.get(c, 1.0))])
+
+    def screen_places(self, tiles: Sequence[object]) -> bool:
+        """Every placement and cut on the first of some tiles, the good ones on all; whether the budget reached them."""
+        before = set(self.screened)
+        first = [c for c in self.candidates if c.knobs == tiles[0]]
+        if not self.sample_fresh(first):
+            return False
+        ratios = {(c.placement, c.cut): self.screened.get(c, 1.0) for c in first if c in self.screened or c == self.default}
+        good = {place for place, ratio in ratios.items() if ratio <= NEAR_PLACE * min(ratios.values())}
+        if not self.sample_fresh([c for c in self.candidates if c.knobs in tiles and (c.placement, c.cut) in good]):
+            return False
+        if before != set(self.screened) and self.fits("screen", SCREEN_SHARE):
+            self.sample([c for c in self.finalists() if c.knobs in tiles])
+        return True
+
+    def sample_fresh(self, wanted: Sequence[Candidate]) -> bool:
+        """Those that have no sample yet; whether the budget reached all."""
+        for batch in _batches([c for c in wanted if c != self.default and c not in self.failed and c not in self.screened], BATCH):
             if not self.fits("screen"):
                 return False
-            self.sample(places_batch)
-        if fresh and self.fits("screen", SCREEN_SHARE):
-            self.sample([c for c in self.finalists() if c in places])
+            self.sample(batch)
         return True
 
     def sample(self, batch: Sequence[Candidate]) -> None:
@@ -288,8 +303,8 @@ class _Tuning:
         return [c for c in asked if c in self.usable]
 
     def finalists(self) -> list[Candidate]:
-        """Of each placement and cut the best, and up to two more that are near the quickest of all; the quickest first."""
-        rated = sorted((c for c in self.screened if c != self.default), key=self.screened.__getitem__)
+        """Of each placement and cut the best, and up to two more near the quickest of all, hopeless ones aside; the quickest first."""
+        rated = sorted((c for c, ratio in self.screened.items() if c != self.default and ratio <= HOPELESS), key=self.screened.__getitem__)
         groups: dict[tuple[str, int], list[Candidate]] = defaultdict(list)
         for candidate in rated:
             group = groups[candidate.placement, candidate.cut]

@@ -24,7 +24,7 @@ from ..values import Candidate, Conv2d, Epilogue, Machine, Workload
 from . import emit, window
 from .dot import DotTile
 from .emit import Flat, Index, RegisterTile, Tile, Tiling
-from .family import Buffer, Kernel, Launch
+from .family import Buffer, Kernel, Launch, Packer
 from .forms import LOGICAL_LANES
 from .grain import compute_seconds, threads_for
 from .matmul import panelled
@@ -151,7 +151,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
         )
 
     inputs = (Buffer(anchor.input_shapes()[0], anchor.dtype), weights)
-    return assemble(workload, candidate, machine, inputs, compute, {1: lambda array: pack(anchor, array, nr, lanes)})
+    return assemble(workload, candidate, machine, inputs, compute, {1: Packer(pack, (anchor, nr, lanes))})
 
 
 def _body(
@@ -243,7 +243,7 @@ def _body(
     emit.shared_tiles(axes, threads, body, preferred=[(2, 3)])
 
 
-def pack(anchor: Conv2d, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:
+def pack(array: np.ndarray, anchor: Conv2d, nr: int, lanes: int) -> np.ndarray:
     """(CO, KH, KW, CI / groups) -> flat panels per group, each (KH, KW, CI / groups, width), zero-padded to the lanes."""
     taps = np.moveaxis(array.reshape(anchor.groups, anchor.co // anchor.groups, -1), 1, 2)
     return panelled(taps, nr, lanes)

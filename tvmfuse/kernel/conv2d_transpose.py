@@ -27,7 +27,7 @@ from ..errors import ScheduleRefused
 from ..values import Candidate, Conv2dTranspose, Epilogue, Machine, Workload
 from . import emit, window
 from .emit import Flat, Index, RegisterTile, Tiling
-from .family import Buffer, Kernel, Launch
+from .family import Buffer, Kernel, Launch, Packer
 from .grain import compute_seconds, stream_seconds, threads_for
 from .matmul import panelled
 from .placement import store_tile
@@ -175,7 +175,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
 
         return Launch(emit.function("conv2d_transpose", buffers, body), ())
 
-    return assemble(workload, candidate, machine, inputs, compute, {1: lambda array: pack(anchor, array, nr, lanes)})
+    return assemble(workload, candidate, machine, inputs, compute, {1: Packer(pack, (anchor, nr, lanes))})
 
 
 def _body(
@@ -280,7 +280,7 @@ def _body(
         )
 
 
-def pack(anchor: Conv2dTranspose, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:
+def pack(array: np.ndarray, anchor: Conv2dTranspose, nr: int, lanes: int) -> np.ndarray:
     """(CI, KH, KW, CO / groups) -> flat panels per group, each (KH, KW, CI / groups, width), zero-padded to the lanes."""
     groups, channels, per_group = _split(anchor)
     taps = array.reshape(groups, -1, anchor.kh, anchor.kw, anchor.co // anchor.groups)

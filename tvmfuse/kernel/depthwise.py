@@ -17,7 +17,7 @@ from ..values import Candidate, Conv2d, Epilogue, Machine, Workload
 from . import emit, window
 from .conv2d import crosses
 from .emit import Flat, Index, RegisterTile, Tiling
-from .family import Buffer, Kernel, Launch
+from .family import Buffer, Kernel, Launch, Packer
 from .grain import stream_seconds, threads_for
 from .placement import store_tile
 from .space import assemble, candidates_of, check_tile
@@ -78,7 +78,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
             (),
         )
 
-    return assemble(workload, candidate, machine, inputs, compute, {1: pack})
+    return assemble(workload, candidate, machine, inputs, compute, {1: Packer(pack)})
 
 
 def _body(

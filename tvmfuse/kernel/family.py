@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from tvm import tirx
 
 from ..values import Candidate, Machine, Workload
 
-Packer = Callable[[np.ndarray], np.ndarray]
 Tile = Mapping[str, int | str]
 
 
@@ -39,6 +38,17 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Packer:
+    """How a canonical constant array becomes the packed one: pack(array, *how). Equal ones make equal arrays of equal arrays."""
+
+    pack: Callable[..., np.ndarray]
+    how: tuple[Any, ...] = ()
+
+    def __call__(self, array: np.ndarray) -> np.ndarray:
+        return self.pack(array, *self.how)
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A workload made executable.
 
@@ -46,7 +56,7 @@ class Kernel:
               A constant input is listed in its packed shape.
     inputs    how many of them come from outside (anchor inputs + operands).
     results   which of them are the site's results.
-    packers   input index -> how the canonical constant array becomes the packed one.
+    packers   of the constant inputs, by their index.
     """
 
     buffers: tuple[Buffer, ...]

@@ -21,7 +21,7 @@ from ..values import ITEM_BYTES, Candidate, Epilogue, Machine, Matmul, Workload
 from . import emit
 from .dot import DotTile
 from .emit import Flat, Index, RegisterTile, Tiling
-from .family import Buffer, Kernel, Launch
+from .family import Buffer, Kernel, Launch, Packer
 from .forms import LOGICAL_LANES
 from .grain import compute_seconds, threads_for
 from .placement import store_tile
@@ -110,7 +110,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
         return Launch(func, ())
 
     first = Buffer(b_shape, anchor.dtype) if not anchor.constant_b else panel
-    packers = {1: lambda array: pack(anchor, array, nr, lanes)} if anchor.constant_b else {}
+    packers = {1: Packer(pack, (anchor, nr, lanes))} if anchor.constant_b else {}
     prepare = (Launch(_pack_function(anchor, nr, lanes), ()), b_packed, 1) if packs_here else None
     return assemble(workload, candidate, machine, (Buffer(a_shape, anchor.dtype), first), compute, packers, prepare)
 
@@ -184,7 +184,7 @@ def _body(
         emit.shared_tiles((batch, columns, rows), candidate["threads"], lambda b, n, m: micro(b[0], *m, *n), preferred=[(0,), (2,)])
 
 
-def pack(anchor: Matmul, array: np.ndarray, nr: int, lanes: int) -> np.ndarray:
+def pack(array: np.ndarray, anchor: Matmul, nr: int, lanes: int) -> np.ndarray:
     """B in its stored order -> flat panels, each (K, width) with width a multiple of its own lanes, zero-padded."""
     order = [anchor.b.index(axis) for axis in ("b", "k", "n") if axis in anchor.b]
     dense = np.transpose(array, order).reshape(anchor.batch if "b" in anchor.b else 1, anchor.k, anchor.n)

@@ -17,7 +17,7 @@ from ..errors import ScheduleRefused
 from ..values import Candidate, Epilogue, Machine, PlanarConv2d, Workload
 from . import conv2d, emit, window
 from .emit import Flat, Index, RegisterTile
-from .family import Buffer, Kernel, Launch
+from .family import Buffer, Kernel, Launch, Packer
 from .grain import compute_seconds, threads_for
 from .placement import store_tile
 from .space import assemble, candidates_of, check_tile, registers_of, tile_cycles, unroll
@@ -76,7 +76,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
         body = lambda x, w, *rest: _body(anchor, candidate, lanes, epilogue, x, w, rest[:-1], rest[-1])  # noqa: E731
         return Launch(emit.function("planar_conv2d", buffers, body), ())
 
-    packers = {1: lambda array: conv2d.pack(anchor, array, anchor.co // anchor.groups, 1)}  # one panel a group, of single weights
+    packers = {1: Packer(conv2d.pack, (anchor, anchor.co // anchor.groups, 1))}  # one panel a group, of single weights
     return assemble(workload, candidate, machine, (image, packed), compute, packers)
 
 

@@ -28,7 +28,7 @@ from ..errors import ScheduleRefused
 from ..values import ITEM_BYTES, Candidate, Machine, Recurrent, Workload
 from . import emit
 from .emit import Flat, Index, RegisterTile
-from .family import Buffer, Kernel, Launch
+from .family import Buffer, Kernel, Launch, Packer
 from .grain import CACHE_BYTES_PER_S, compute_seconds, threads_for
 from .math import sigmoid, tanh
 from .rounding import add, const, mul, sub
@@ -110,7 +110,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
     func = emit.function(anchor.kind, buffers, lambda *views: _body(anchor, candidate, rows, lanes, *views))
     inputs, results = 3 + len(initial), 1 + len(initial)
     launch = Launch(func, tuple(range(len(buffers))), results, anchor.flop(), anchor.steps)
-    packers = {1: lambda array: pack(anchor, array, units, lanes)}
+    packers = {1: Packer(pack, (anchor, units, lanes))}
     return Kernel(buffers, inputs, tuple(range(inputs, len(buffers))), (launch,), packers)
 
 
@@ -119,7 +119,7 @@ def _packed_sizes(anchor: Recurrent, units: int, lanes: int) -> list[int]:
     return [anchor.hidden * len(phase) * emit.padded(anchor.hidden, units, lanes) for phase in phases(anchor)]
 
 
-def pack(anchor: Recurrent, array: np.ndarray, units: int, lanes: int) -> np.ndarray:
+def pack(array: np.ndarray, anchor: Recurrent, units: int, lanes: int) -> np.ndarray:
     """R (gates * hidden, hidden) -> flat blocks (hidden, gates of the phase, units), one after the other; the last one's units padded."""
     gates = array.reshape(anchor.gates, anchor.hidden, anchor.hidden).transpose(2, 0, 1)
     blocks = []

@@ -29,7 +29,7 @@ from ..errors import ScheduleRefused
 from ..values import WINOGRAD, Candidate, Conv2d, Epilogue, Machine, PlanarConv2d, Workload
 from . import conv2d, emit, rounding
 from .emit import Flat, Index, RegisterTile
-from .family import Buffer, Kernel, Launch
+from .family import Buffer, Kernel, Launch, Packer
 from .grain import compute_seconds, threads_for
 from .placement import store_tile
 from .space import assemble, candidates_of, check_tile, registers_of, tile_cycles, unroll
@@ -68,7 +68,7 @@ def flop(anchor: Conv2d, m: int) -> int:
     return 2 * anchor.winograd_products(m) * anchor.ci * anchor.co
 
 
-def pack(anchor: Conv2d, array: np.ndarray, m: int, nr: int, lanes: int) -> np.ndarray:
+def pack(array: np.ndarray, anchor: Conv2d, m: int, nr: int, lanes: int) -> np.ndarray:
     """(CO, 3, 3, CI) -> G W G', flat: for each point panels, each (CI, width), zero-padded to the lanes."""
     g = weight_matrix(m)
     at_points = np.einsum("pi,oijc,qj->pqco", g, array.astype(np.float64), g, optimize=True).astype(array.dtype)
@@ -180,7 +180,7 @@ def kernel(workload: Workload, candidate: Candidate, machine: Machine) -> Kernel
         return Launch(func, (), flop=flop(anchor, m))
 
     inputs = (Buffer(anchor.input_shapes()[0], anchor.dtype), weights)
-    return assemble(workload, candidate, machine, inputs, compute, {1: lambda array: pack(anchor, array, m, nr, lanes)})
+    return assemble(workload, candidate, machine, inputs, compute, {1: Packer(pack, (anchor, m, nr, lanes))})
 
 
 class _Body:

@@ -33,7 +33,7 @@ LINE_BYTES = 64
 LANES_APART = 32  # a sink element for each thread, two lines apart
 RUNS = 5
 RUNS_OF_SLOW = 3  # a run this long is seldom interrupted less than its neighbours: more of them buy little
-SLOW_S = 5e-3
+SLOW_S = 1e-3
 HOT_RUN_S = 20e-6  # the clock ticks every 10 ns: a hot sample repeats its kernel until that is 0.05 %
 MAX_HOT_RUNS = 1000
 

@@ -29,7 +29,7 @@ from tvm.target import Target
 
 from .. import kernel as kernels_of
 from ..errors import DeviceError, DeviceLost, ScheduleRefused
-from ..kernel.family import Kernel
+from ..kernel.family import Kernel, Packer
 from ..processors import default_threads
 from ..values import Candidate, Conv2d, Conv2dTranspose, Elementwise, Epilogue, Machine, Matmul, Measurement, Workload
 from . import clock
@@ -159,6 +159,7 @@ class Device:
         self._compilers: list[Worker] = []
         self._libraries = itertools.count()
         self._constants = _Constants()
+        self._canonical: dict[int, np.ndarray] = {}  # constants as the model has them
         self._referring = threading.Lock()  # one place at a time finds out what the others refer to
         self._leaders: dict[str | None, Candidate] = {}  # algorithm -> the candidate that has its reference bits
         self._relative_errors: dict[str | None, float] = {}
@@ -216,6 +217,7 @@ class Device:
         for library in {compiled.library for compiled in (*self._compiled.values(), *self._double)}:
             library.unlink()
         self._constants.trim(0)
+        self._constants, self._canonical = _Constants(), {}
         self._workload, self._compiled, self._double = workload, {}, []
         self._default = None
         self._streamed = clock.stream_bytes(workload, self._machine, self._working_set)
@@ -276,7 +278,7 @@ class Device:
         runner = self._start(place)
         try:
             for slot, candidate in enumerate(candidates):
-                self._load(place, runner, slot, candidate)
+                self._load(place, runner, slot, self._compiled[candidate])
         except BaseException:
             runner.close()
             raise
@@ -299,7 +301,7 @@ class Device:
             return
         with self._referring:
             leader = self._leaders.get(algorithm, candidate)
-            self._load(place, runner, 0, leader)
+            self._load(place, runner, 0, self._compiled[leader])
             if algorithm and algorithm not in self._relative_errors:
                 self._measure_error(place, runner, leader)
             runner.ask("reference", self._timeout_s, slot=0, algorithm=str(algorithm))
@@ -312,7 +314,7 @@ class Device:
         if not self._double:
             double = in_float64(self._workload)
             self._double = self._link(0, [kernels_of.build_kernel(double, kernels_of.candidates(double, self._machine)[0], self._machine)])
-        self._load_compiled(place, runner, 1, self._double[0], "float64")
+        self._load(place, runner, 1, self._double[0])
         runner.ask("take_precise", self._timeout_s, slot=1)
         error = runner.ask("relative_error", self._timeout_s, slot=0)
         if not error <= MAX_RELATIVE_ERROR:  # NaN neither
@@ -323,7 +325,7 @@ class Device:
         try:
             runner = self._screening(place)
             self._refer_to(place, runner, candidate)
-            self._load(place, runner, 1, candidate)
+            self._load(place, runner, 1, self._compiled[candidate])
             return runner.ask("compare", self._timeout_s, slot=1, algorithm=str(candidate.algorithm))
         except DeviceError as failure:
             place.end_screening()  # what else did it write? The next one gets a new process
@@ -332,22 +334,19 @@ class Device:
     def _sample(self, place: Place, candidate: Candidate) -> Measurement:
         try:
             runner = self._screening(place)
-            self._load(place, runner, 1, candidate)
+            self._load(place, runner, 1, self._compiled[candidate])
             seconds = runner.ask("time", self._timeout_s, slot=1)
             return Measurement(candidate, (seconds,), relative_error=self._relative_errors.get(candidate.algorithm))
         except DeviceError as failure:
             return Measurement(candidate, error=str(failure))
 
-    def _load(self, place: Place, runner: Runner, slot: int, candidate: Candidate) -> None:
-        self._load_compiled(place, runner, slot, self._compiled[candidate], candidate)
-
-    def _load_compiled(self, place: Place, runner: Runner, slot: int, compiled: _Compiled, key: object) -> None:
-        """key  of what its constants are kept under."""
+    def _load(self, place: Place, runner: Runner, slot: int, compiled: _Compiled) -> None:
         kernel = compiled.kernel
         constants, sent = {}, list[Path]()
         for i in range(kernel.inputs):
             if self._is_constant[i]:
-                path, digest = self._constants.file((key, i), self._folder, functools.partial(self._constant, kernel, i))
+                how = i, kernel.buffers[i].dtype, kernel.packers.get(i)  # many candidates pack alike
+                path, digest = self._constants.file(how, self._folder, functools.partial(self._constant, *how))
                 constants[str(i)] = place.put(path), digest
                 sent.append(path)
         runner.ask(
@@ -356,8 +355,15 @@ class Device:
             inputs=kernel.inputs, buffers=[(b.shape, b.dtype) for b in kernel.buffers], results=kernel.results, constants=constants,
         )  # fmt: skip
 
-    def _constant(self, kernel: Kernel, index: int) -> np.ndarray:
-        """The same canonical numbers for every candidate, packed as this one wants them; weights keep sums near 1."""
+    def _constant(self, index: int, dtype: str, packer: Packer | None) -> np.ndarray:
+        """The same canonical numbers for every candidate, packed as it wants them."""
+        if index not in self._canonical:
+            self._canonical[index] = self._draw_constant(index)
+        array = self._canonical[index].astype(dtype)  # the very same numbers for a kernel in float64
+        return np.ascontiguousarray(packer(array) if packer else array)
+
+    def _draw_constant(self, index: int) -> np.ndarray:
+        """Weights keep sums near 1."""
         assert self._workload is not None
         anchor, operands = self._workload.anchor, self._workload.epilogue.operands
         own = anchor.input_shapes()
@@ -367,9 +373,7 @@ class Device:
         if is_weight:
             terms = anchor.flop() / 2 / max(1, math.prod(anchor.output_shape()))
             array = (array / math.sqrt(max(1.0, terms))).astype(dtype)
-        array = array.astype(kernel.buffers[index].dtype)  # the very same numbers for a kernel in float64
-        packer = kernel.packers.get(index)
-        return np.ascontiguousarray(packer(array) if packer else array)
+        return array
 
 
 class _Constants:
