@@ -76,7 +76,7 @@ def timed_module(kernels: Sequence[Kernel], activations: Sequence[int], streamed
     conditions = []
     for i, kernel in enumerate(kernels):
         calls = [(named("launch", launch.func), launch.args) for launch in kernel.launches]
-        functions[f"run_{i}"] = _function(kernel, range(len(kernel.buffers)), streamed, threads, _run(calls), f"run_{i}")
+        functions[f"run_{i}"] = _function(kernel, (), streamed, threads, _run(calls), f"run_{i}")  # the launches check their arguments
         conditions.append(named("condition", _function(kernel, activations, streamed, threads, _condition(activations, streamed, threads))))
     return Timed(tvm.IRModule(functions), tuple(conditions))
 
@@ -136,7 +136,7 @@ class Stopwatch:
         # Registered as the native function that it is: no interpreter runs between conditioning and kernel.
         tvm_ffi.register_global_func("tvmfuse.condition", module[condition], override=True)
         timed = functools.partial(module.time_evaluator, f"run_{index}", tvm.cpu(), f_preproc="tvmfuse.condition")
-        once_s = min(timed(number=1, repeat=RUNS_OF_SLOW)(*arguments).results)
+        once_s = min(timed(number=1, repeat=RUNS_OF_SLOW if hot else 1)(*arguments).results)
         number = max(1, min(MAX_HOT_RUNS, math.ceil(HOT_RUN_S / max(once_s, 1e-9)))) if hot else 1
         self._sampler = timed(number=number, repeat=RUNS if once_s < SLOW_S else RUNS_OF_SLOW)
 
