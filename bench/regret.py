@@ -104,9 +104,9 @@ def oracle(prepared: Prepared, plan: Plan, seconds: float) -> tuple[dict[Workloa
             result = search.tune_site(workload, [tuned, *rivals], device, log, conditions, budget_s=seconds)
             count = sum(site.workload == workload for site in prepared.sites)
             quickest = min(result.verdicts, key=lambda v: v.ratio, default=None)
-            if quickest is None:
+            if quickest is None and not result.finished:
                 found.append(SiteRegret(str(workload), count, choice.source, str(tuned), "?", 1.0, (1.0, 1.0), "not reached"))
-            elif quickest.ratio < 1:
+            elif quickest is not None and quickest.ratio < 1:
                 best[workload] = quickest.candidate
                 said = quickest.ratio, quickest.ci, quickest.outcome
                 found.append(SiteRegret(str(workload), count, choice.source, str(tuned), str(quickest.candidate), *said))
