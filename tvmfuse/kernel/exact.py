@@ -1,7 +1,7 @@
 """ExactRounding: kernels that TVM legalises, with the arithmetic of ours, so that their bits don't depend on the CPU either.
 
 Rewrite  a * b + c, a - b, a / b, ...    ->  rounding's: LLVM can't contract them, TVM's simplifier can't fold them
-         exp, log, tanh, atanh, erf, ...  ->  our polynomials: libm differs between platforms and takes one lane at a time
+         exp, log, tanh, erf, sin, ...    ->  our polynomials: libm differs between platforms and takes one lane at a time
          pow, sqrt, isnan                ->  ours
          max(a, b), min(a, b)            ->  those that keep a NaN of either side; TVM's keeps it on one
          a and b, a or b, not b          ->  int8(b) != 0 for what is loaded: TVM's vectors of it have eight bits, those of comparisons one
@@ -20,6 +20,7 @@ from tvm import IRModule, tirx
 from tvm.ir import Call, Expr, Op, TensorLoad
 
 from . import math, rounding
+from .trigonometry import acos, acosh, asin, asinh, atan, cos, sin, tan
 
 OPERATORS: dict[type, Callable[[Expr, Expr], Expr]] = {
     tirx.Add: rounding.add,
@@ -42,6 +43,7 @@ FUNCTIONS: dict[str, Callable[..., Expr]] = {
     "tirx.tanh": math.tanh,
     "tirx.erf": math.erf,
     "tirx.atanh": math.atanh,
+    **{f"tirx.{f.__name__}": f for f in (sin, cos, tan, asin, acos, atan, asinh, acosh)},
     "tirx.pow": math.pow,
     "tirx.sqrt": rounding.sqrt,
     "tirx.isnan": rounding.is_nan,

@@ -82,7 +82,7 @@ class Lets:
         return body
 
 
-def _function(float64: Callable[..., Expr]) -> Callable[[Callable[..., Expr]], Callable[..., Expr]]:
+def elementary(float64: Callable[..., Expr]) -> Callable[[Callable[..., Expr]], Callable[..., Expr]]:
     """f(*args, bind) in float32 -> f(*args, bind=None) in float32 or float64.
 
     float64  TVM's intrinsic: right, not fast, and only as reproducible as the machine's libm.
@@ -104,7 +104,7 @@ def _function(float64: Callable[..., Expr]) -> Callable[[Callable[..., Expr]], C
     return decorate
 
 
-def _libm(name: str) -> Callable[[Expr], Expr]:
+def libm(name: str) -> Callable[[Expr], Expr]:
     """libm's, a lane at a time. TVM has no log1p, its erf is a float32 polynomial for float64 too, and its tanh loses small numbers."""
 
     def function(x: Expr) -> Expr:
@@ -117,14 +117,14 @@ def _libm(name: str) -> Callable[[Expr], Expr]:
     return function
 
 
-@_function(tirx.exp)
+@elementary(tirx.exp)
 def exp(x: Expr, bind: Bind) -> Expr:
     """e**x, at most 1.6 ulp off; overflows to infinity and passes through the denormals to 0."""
     # exp(89) overflows and exp(-104) rounds to 0, both by the scaling itself.
     return _exp(bind(tirx.Max(const(-104, x), tirx.Min(const(89, x), x))), bind)
 
 
-@_function(tirx.sigmoid)
+@elementary(tirx.sigmoid)
 def sigmoid(x: Expr, bind: Bind) -> Expr:
     """1 / (1 + e**-x), at most 2 ulp off: m - m * e / (1 + e) with e = e**-|x| and m = e below 0, else 1.
 
@@ -137,7 +137,7 @@ def sigmoid(x: Expr, bind: Bind) -> Expr:
     return fma(neg(m), div(e, tirx.Add(one, e)), m)
 
 
-@_function(_libm("tanh"))
+@elementary(libm("tanh"))
 def tanh(x: Expr, bind: Bind) -> Expr:
     """(1 - e) / (1 + e) with e = e**(-2|x|) and the sign of x, at most 2 ulp off; both terms are rounded once from exact parts.
 
@@ -148,22 +148,22 @@ def tanh(x: Expr, bind: Bind) -> Expr:
     return copysign(div(fma(neg(scale), q, tirx.Sub(one, scale)), fma(scale, q, tirx.Add(one, scale))), x)
 
 
-@_function(_libm("erf"))
+@elementary(libm("erf"))
 def erf(x: Expr, bind: Bind) -> Expr:
     """1 - exp(log(erfc(|x|))) with the sign of x, at most 2 ulp off."""
     t = bind(tirx.Min(const(4, x), tirx.abs(x)))  # erf(4) rounds to 1
-    scale, q = _expm1_parts(bind(neg(fma(t, _horner(t, ERF), t))), bind)
+    scale, q = _expm1_parts(bind(neg(fma(t, horner(t, ERF), t))), bind)
     return copysign(fma(neg(scale), q, tirx.Sub(const(1, x), scale)), x)
 
 
-@_function(lambda x: tirx.Max(const(0, x), x) + _libm("log1p")(tirx.exp(neg(tirx.abs(x)))))
+@elementary(lambda x: tirx.Max(const(0, x), x) + libm("log1p")(tirx.exp(neg(tirx.abs(x)))))
 def softplus(x: Expr, bind: Bind) -> Expr:
     """log(1 + e**x) = max(0, x) + log1p(e**-|x|), at most 2 ulp off."""
     e = bind(_exp_of_negative_magnitude(x, bind))
-    return tirx.Add(tirx.Max(const(0, x), x), fma(mul(e, e), _horner(e, SOFTPLUS), e))
+    return tirx.Add(tirx.Max(const(0, x), x), fma(mul(e, e), horner(e, SOFTPLUS), e))
 
 
-@_function(tirx.log)
+@elementary(tirx.log)
 def log(x: Expr, bind: Bind) -> Expr:
     """Natural logarithm, at most 1 ulp off: NaN below 0, -infinity at either 0."""
     mantissa, exponent = _split(x, bind)
@@ -174,7 +174,7 @@ def log(x: Expr, bind: Bind) -> Expr:
     return tirx.Select(tirx.GT(x, const(0, x)), unbounded, not_positive)
 
 
-@_function(_libm("atanh"))
+@elementary(libm("atanh"))
 def atanh(x: Expr, bind: Bind) -> Expr:
     """log1p(t) / 2 with t = 2|x| / (1 - |x|) and the sign of x, at most 2.1 ulp off: infinite at 1, NaN beyond. TVM's subtracts two
     logarithms, which leaves nothing of small x.
@@ -184,7 +184,7 @@ def atanh(x: Expr, bind: Bind) -> Expr:
     one = const(1, x)
     magnitude = bind(tirx.abs(x))
     t = bind(div(tirx.Add(magnitude, magnitude), tirx.Sub(one, magnitude)))
-    exponent = bind(_exponent(tirx.reinterpret(_typed("int32", x), tirx.Add(one, t))))
+    exponent = bind(_exponent(tirx.reinterpret(typed("int32", x), tirx.Add(one, t))))
     s = bind(tirx.reinterpret(x.ty.dtype, (tirx.const(127, exponent.ty.dtype) - exponent) << tirx.const(23, exponent.ty.dtype)))
     f = bind(fma(t, s, tirx.Sub(s, one)))
     finite = mul(_log(f, tirx.Cast(x.ty.dtype, exponent)), const(0.5, x))
@@ -192,23 +192,23 @@ def atanh(x: Expr, bind: Bind) -> Expr:
     return copysign(tirx.Select(tirx.LT(magnitude, one), finite, beyond), x)
 
 
-@_function(tirx.pow)
+@elementary(tirx.pow)
 def _power(x: Expr, y: Expr, bind: Bind) -> Expr:
     """2**(y * log2|x|) in float64, rounded once to float32; C's rules for zeros, infinities, NaN and negative bases."""
     magnitude = bind(tirx.abs(x))
     mantissa, exponent = _split(magnitude, bind)
-    mantissa = bind(tirx.Cast(_typed("float64", x), mantissa))
+    mantissa = bind(tirx.Cast(typed("float64", x), mantissa))
     one = const(1, mantissa)
     s = bind(div(tirx.Sub(mantissa, one), tirx.Add(mantissa, one)))
-    log2 = fma(s, _horner(bind(mul(s, s)), LOG2), tirx.Cast(_typed("float64", x), exponent))
-    log2 = tirx.Select(tirx.LT(magnitude, const(math.inf, x)), log2, tirx.Cast(_typed("float64", x), magnitude))
+    log2 = fma(s, horner(bind(mul(s, s)), LOG2), tirx.Cast(typed("float64", x), exponent))
+    log2 = tirx.Select(tirx.LT(magnitude, const(math.inf, x)), log2, tirx.Cast(typed("float64", x), magnitude))
     log2 = tirx.Select(tirx.EQ(x, const(0, x)), const(-math.inf, one), log2)
     # 1**infinity is 1
-    z = tirx.Select(tirx.EQ(magnitude, const(1, x)), const(0, one), mul(tirx.Cast(_typed("float64", x), y), log2))
+    z = tirx.Select(tirx.EQ(magnitude, const(1, x)), const(0, one), mul(tirx.Cast(typed("float64", x), y), log2))
     z = bind(tirx.Max(const(-1000, one), tirx.Min(const(1000, one), z)))
     n, scale = _power_of_two(z, 1.0, bind)
     r = bind(tirx.Sub(z, n))
-    result = bind(tirx.Cast(_typed("float32", x), mul(_horner(r, EXP2), scale)))
+    result = bind(tirx.Cast(typed("float32", x), mul(horner(r, EXP2), scale)))
 
     half = bind(mul(y, const(0.5, y)))
     whole = tirx.EQ(tirx.floor(y), y)
@@ -239,7 +239,7 @@ def pow(x: Expr, y: Expr, bind: Bind | None = None) -> Expr:
     return _power(x, y, bind=bind)
 
 
-@_function(lambda x: tirx.pow(x, const(0.75, x)))
+@elementary(lambda x: tirx.pow(x, const(0.75, x)))
 def _three_quarters(x: Expr, bind: Bind) -> Expr:
     """x**0.75, at most 1.7 ulp off: r * q with r = sqrt(x) and q = sqrt(r), where the error of q, known exactly as r - q * q, is put right.
 
@@ -252,11 +252,11 @@ def _three_quarters(x: Expr, bind: Bind) -> Expr:
     return tirx.Select(tirx.EQ(tirx.abs(x), const(math.inf, x)), const(math.inf, x), power)
 
 
-def _typed(dtype: str, like: Expr) -> str:
+def typed(dtype: str, like: Expr) -> str:
     return str(tvm_ffi.dtype(dtype).with_lanes(like.ty.dtype.lanes))
 
 
-def _horner(x: Expr, coefficients: Sequence[float]) -> Expr:
+def horner(x: Expr, coefficients: Sequence[float]) -> Expr:
     """The polynomial in x, its coefficients given from the highest degree down."""
     value = const(coefficients[0], x)
     for coefficient in coefficients[1:]:
@@ -272,7 +272,7 @@ def _power_of_two(x: Expr, factor: float, bind: Bind, extra: int = 0) -> tuple[E
     """
     fraction, bias, bits = (52, 1023, "uint64") if x.ty.dtype.bits == 64 else (23, 127, "uint32")
     rounded = bind(fma(x, const(factor, x), const(1.5 * 2**fraction + bias + extra, x)))
-    exponent = tirx.reinterpret(_typed(bits, x), rounded) << tirx.const(fraction, _typed(bits, x))
+    exponent = tirx.reinterpret(typed(bits, x), rounded) << tirx.const(fraction, typed(bits, x))
     return tirx.Sub(rounded, const(1.5 * 2**fraction + bias + extra, x)), tirx.reinterpret(x.ty.dtype, exponent)
 
 
@@ -285,7 +285,7 @@ def _exp(x: Expr, bind: Bind) -> Expr:
     """exp for -104 <= x <= 89: n = round(x / (2 ln 2)) and 2**n applied twice, so that each factor is a normal number."""
     n, scale = _power_of_two(x, LOG2_E / 2, bind)
     r = _remainder(x, n, 2, bind)
-    return mul(tirx.Mul(_horner(r, EXP), scale), scale)
+    return mul(tirx.Mul(horner(r, EXP), scale), scale)
 
 
 def _exp_of_negative_magnitude(x: Expr, bind: Bind) -> Expr:
@@ -293,19 +293,19 @@ def _exp_of_negative_magnitude(x: Expr, bind: Bind) -> Expr:
     x = bind(tirx.Max(const(-104, x), neg(tirx.abs(x))))
     n, scale = _power_of_two(x, LOG2_E, bind, extra=64)
     r = _remainder(x, n, 1, bind)
-    return mul(tirx.Mul(_horner(r, (*EXPM1, 1.0, 1.0)), scale), const(2.0**-64, x))
+    return mul(tirx.Mul(horner(r, (*EXPM1, 1.0, 1.0)), scale), const(2.0**-64, x))
 
 
 def _expm1_parts(x: Expr, bind: Bind) -> tuple[Expr, Expr]:
     """(2**n, q) with e**x = 2**n * (1 + q) for -80 <= x <= 80; q is relatively exact near 0 and |q| <= 0.42."""
     n, scale = _power_of_two(x, LOG2_E, bind)
     r = _remainder(x, n, 1, bind)
-    return scale, bind(fma(mul(r, r), _horner(r, EXPM1), r))
+    return scale, bind(fma(mul(r, r), horner(r, EXPM1), r))
 
 
 def _split(x: Expr, bind: Bind) -> tuple[Expr, Expr]:
     """(m, e), both float32, with x = m * 2**e and 2/3 <= m < 4/3; x > 0, also denormal."""
-    integer = _typed("int32", x)
+    integer = typed("int32", x)
     denormal = tirx.LT(x, const(2.0**-126, x))
     bits = bind(tirx.reinterpret(integer, tirx.Select(denormal, mul(x, const(2.0**23, x)), x)))
     exponent = bind(_exponent(bits))
@@ -321,7 +321,7 @@ def _exponent(bits: Expr) -> Expr:
 
 def _log(f: Expr, exponent: Expr) -> Expr:
     """log((1 + f) * 2**exponent) for |f| <= 1/3."""
-    return fma(exponent, const(LN2_HIGH, f), fma(mul(f, f), _horner(f, LOG1P), f))
+    return fma(exponent, const(LN2_HIGH, f), fma(mul(f, f), horner(f, LOG1P), f))
 
 
 def relu(x: Expr) -> Expr:
@@ -344,10 +344,10 @@ def leaky_relu(x: Expr, alpha: float) -> Expr:
 
 def cast(x: Expr, dtype: str) -> Expr:
     """Float to float rounds to nearest; float to integer truncates, saturates and turns NaN into 0, the same on every CPU."""
-    target = _typed(dtype, x)
+    target = typed(dtype, x)
     if x.ty.dtype == target:
         return x
-    if x.ty.dtype == _typed("bool", x):
+    if x.ty.dtype == typed("bool", x):
         return tirx.Select(x, tirx.const(1, target), tirx.const(0, target))
     if dtype == "bool":
         bits = rounding.magnitude_bits(x) if is_float(x) else x
@@ -434,19 +434,19 @@ def _step(step: Step, args: Sequence[Expr | float], bind: Bind) -> Expr:
     """One op on its arguments in the type it computes in. Comparisons compute in the type of what they compare."""
     like = next(a for a in args if isinstance(a, Expr))
 
-    def typed(arg: Expr | float, dtype: str) -> Expr:
+    def argument(arg: Expr | float, dtype: str) -> Expr:
         if not isinstance(arg, Expr):
-            arg = tirx.const(np.dtype(dtype).type(arg).item(), _typed(dtype, like))
+            arg = tirx.const(np.dtype(dtype).type(arg).item(), typed(dtype, like))
         return cast(arg, _computed(dtype))
 
     if step.op == "cast":
         return cast(like, step.dtype)
     if step.op == "where":
         condition, *branches = args
-        values = [typed(condition, "bool"), *(typed(a, step.dtype) for a in branches)]
+        values = [argument(condition, "bool"), *(argument(a, step.dtype) for a in branches)]
     else:
         compared = step.op in ("less", "greater", "equal", "isnan")
-        values = [typed(a, str(like.ty.dtype.with_lanes(1)) if compared else step.dtype) for a in args]
+        values = [argument(a, str(like.ty.dtype.with_lanes(1)) if compared else step.dtype) for a in args]
     return cast(OPS[step.op](*values, *step.params, bind=bind), step.dtype)
 
 
