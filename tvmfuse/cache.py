@@ -13,6 +13,7 @@ import hashlib
 import mmap
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def find(key: str) -> Program | None:
 
 
 def keep(program: Program, key: str) -> Program | None:
-    """Put a program under a key and map it from there; None when it isn't kept: the folder can't be written, or is full.
+    """Put a program under a key and map it from there; None, with a warning, when the folder can't be written, or is full.
 
     A program with NaN among its weights isn't kept either: building it warns of them each time.
     """
@@ -69,7 +70,10 @@ def keep(program: Program, key: str) -> Program | None:
         _path(key).parent.mkdir(parents=True, exist_ok=True)
         artifact.save(program, _path(key))
         _evict(_path(key))
-    except (UsageError, OSError):
+    except (UsageError, OSError) as error:
+        warnings.warn(
+            f"the compiled model isn't kept for the next build: {error}; {VARIABLE} names another folder, or is {OFF}", stacklevel=3
+        )
         return None
     return find(key)
 

@@ -86,6 +86,8 @@ class Session:
         Raises UsageError when a buffer can't be used in place: wrong name, shape or dtype, strided, byte-swapped, read-only, or an
         output's that overlaps another one: results are written while inputs are still to be read.
         """
+        _refuse_no_mapping(inputs, "inputs")
+        _refuse_no_mapping(outputs, "outputs")
         _refuse_unknown(inputs, [info.name for info in self.manifest.inputs], "input")
         _refuse_unknown(outputs, self._names, "output")
         buffers = [_named(inputs, info) for info in self.manifest.inputs]
@@ -171,17 +173,21 @@ class Session:
 
         What every call does comes first, and cheaply: behind a model that has filled the caches each step takes twice what it does alone.
         """
-        if len(feeds) > len(self._inputs):
-            _refuse_unknown(feeds, [info.name for info in self.manifest.inputs], "input")
-        arguments = []
-        for name, shape, dtype, info in self._inputs:
-            array = feeds.get(name)
-            if type(array) is ndarray and array.dtype is dtype and array.shape == shape and array.flags.carray:
-                arguments.append(array)
-            else:
+        try:
+            if len(feeds) > len(self._inputs):
                 _refuse_unknown(feeds, [info.name for info in self.manifest.inputs], "input")
-                arguments.append(_plain(_named(feeds, info)))
-        return arguments
+            arguments = []
+            for name, shape, dtype, info in self._inputs:
+                array = feeds.get(name)
+                if type(array) is ndarray and array.dtype is dtype and array.shape == shape and array.flags.carray:
+                    arguments.append(array)
+                else:
+                    _refuse_unknown(feeds, [info.name for info in self.manifest.inputs], "input")
+                    arguments.append(_plain(_named(feeds, info)))
+            return arguments
+        except (TypeError, AttributeError):
+            _refuse_no_mapping(feeds, "inputs")
+            raise
 
 
 class _OfThread(threading.local):
@@ -220,6 +226,11 @@ def load(path: str | os.PathLike[str]) -> Session:
     Raises   ModelError when the file is absent, damaged or no artifact; TargetMismatch when this machine can't run it.
     """
     return Session(artifact.load(path))
+
+
+def _refuse_no_mapping(arrays: object, what: str) -> None:
+    if not isinstance(arrays, Mapping):
+        raise UsageError(f"{what} are given by name, as {{'name': array, ...}}, not as {type(arrays).__name__}")
 
 
 def _refuse_unknown(names: Iterable[str], known: Sequence[str], kind: str) -> None:

@@ -7,6 +7,7 @@ import mmap
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tvmfuse.decide.search import tune_site
 from tvmfuse.errors import DeviceError, ScheduleRefused, UnsupportedError, UsageError
 from tvmfuse.kernel.family import Buffer, Kernel, Launch
 from tvmfuse.measure import clock, worker
+from tvmfuse.measure import device as device_module
 from tvmfuse.measure.device import LocalDevice, constant_inputs, stored
 from tvmfuse.measure.host import host, host_target, isa_of, machine, parse_target, required_features, toolchain
 from tvmfuse.values import AVX2, AVX512, NEON, Candidate, Elementwise, Epilogue, Machine, Matmul, Operand, Recurrent, Step, Workload
@@ -148,6 +150,35 @@ def test_equal_bits_pass_and_are_timed_alone_and_in_pairs() -> None:
             os.kill(process._runner.pid, signal.SIGKILL)
             with pytest.raises(DeviceError, match="SIGKILL"):
                 process.pair(0, 1)
+
+
+class Compiler:
+    """It compiles until it is closed, or is interrupted as soon as another one has begun."""
+
+    def __init__(self, other: Compiler | None = None) -> None:
+        self.alive, self._other, self._began, self._closed = True, other, threading.Event(), threading.Event()
+        self.asked: list[bool] = []  # whether it was closed meanwhile
+
+    def ask(self, *_: object, **__: object) -> None:
+        if self._other:
+            self._other._began.wait(30)
+            raise KeyboardInterrupt
+        self._began.set()
+        self.asked.append(self._closed.wait(30))
+        raise DeviceError("the process is gone")
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def test_interrupted_compiling_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "default_threads", lambda: 2)
+    endless = Compiler()
+    with device() as local:
+        local._compilers = [Compiler(endless), endless]  # type: ignore[list-item]
+        with pytest.raises(KeyboardInterrupt):
+            local.check(WORKLOAD, [how(name) for name in ("vector", "serial", "half", "slow")])
+        assert endless.asked == [True], "closed at once, and nothing was tried again"
 
 
 def test_every_kind_of_failure_is_its_own_candidates_alone() -> None:

@@ -10,6 +10,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -188,12 +189,15 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3) - 3
         ({"x": X.astype(np.float64)}, "'x' has dtype float64, expected float32"),
         ({"x": np.full((2, 3), "a")}, "'x' has dtype <U1, expected float32"),
         ({"x": [[0] * 3] * 2}, "'x' has dtype int64, expected float32"),
+        (None, "inputs are given by name, as {'name': array, ...}, not as NoneType"),
+        ([X], "inputs are given by name, as {'name': array, ...}, not as list"),
     ],
 )
-def test_wrong_feeds(session: tvmfuse.Session, feeds: dict, said: str) -> None:
-    with pytest.raises(UsageError) as error:
-        session.run(None, feeds)
-    assert said in str(error.value) and error.value.exit_code == 2
+def test_wrong_feeds(session: tvmfuse.Session, feeds: Any, said: str) -> None:
+    for call in (lambda: session.run(None, feeds), lambda: session.bind(feeds, {}), lambda: session.profile(feeds)):
+        with pytest.raises(UsageError) as error:
+            call()
+        assert said in str(error.value) and error.value.exit_code == 2
 
 
 def test_any_layout_of_the_right_numbers_is_taken(session: tvmfuse.Session) -> None:

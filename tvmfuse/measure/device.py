@@ -157,6 +157,7 @@ class Device:
         self._default: Candidate | None = None
         self._compiled: dict[Candidate, _Compiled] = {}
         self._compilers: list[Worker] = []
+        self._is_over = False  # something was interrupted: nothing is tried again
         self._libraries = itertools.count()
         self._constants = _Constants()
         self._canonical: dict[int, np.ndarray] = {}  # constants as the model has them
@@ -236,8 +237,14 @@ class Device:
         shares = [dict(list(kernels.items())[i :: default_threads()]) for i in range(min(default_threads(), len(kernels)))]
         self._compilers += [self._server.start(threads=1) for _ in range(len(shares) - len(self._compilers))]
         with ThreadPoolExecutor(max(1, len(shares))) as executor:
-            for failed in executor.map(self._compile_share, range(len(shares)), shares):
-                errors |= failed
+            try:
+                for failed in executor.map(self._compile_share, range(len(shares)), shares):
+                    errors |= failed
+            except BaseException:  # the executor waits for its threads, and they would compile to the end
+                self._is_over = True
+                for compiler in self._compilers:
+                    compiler.close()
+                raise
         return errors
 
     def _compile_share(self, number: int, kernels: dict[Candidate, Kernel]) -> dict[Candidate, str]:
@@ -245,7 +252,7 @@ class Device:
             self._compile_together(number, kernels)
             return {}
         except DeviceError as error:
-            if len(kernels) == 1:
+            if len(kernels) == 1 or self._is_over:
                 return dict.fromkeys(kernels, f"doesn't compile: {error}")
         errors: dict[Candidate, str] = {}
         for candidate, kernel in kernels.items():
