@@ -115,6 +115,13 @@ def test_circular_functions_and_their_inverses_are_not_the_c_librarys() -> None:
         assert (np.abs(array[finite] - exact[finite]) <= 0.501 * np.spacing(np.abs(exact[finite]).astype(np.float32))).all()
 
 
+def test_circular_functions_of_each_other_are_compiled_in_moments() -> None:
+    """One inside another took minutes."""
+    x = np.linspace(-3, 3, 48, dtype=np.float32)
+    (y,) = built("(float[48] x) => (float[48] y) { a = Sin(x) b = Cos(a) c = Tan(b) y = Atan(c) }", 22).run(None, {"x": x})
+    np.testing.assert_allclose(y, np.arctan(np.tan(np.cos(np.sin(x.astype(np.float64))))), rtol=1e-6)
+
+
 def test_half_precision_rounds_operators_once_that_converters_make_several_of() -> None:
     """Softplus of -7 was a unit of 1, or nothing; the squares of ReduceL2 overflowed."""
     x = np.linspace(-11.5, 11.5, 1000).astype(np.float16)

@@ -36,6 +36,7 @@ from .rounding import is_float
 
 logger = logging.getLogger(__name__)
 
+CIRCULAR = frozenset(f"tirx.{name}" for name in ("sin", "cos", "tan", "asin", "acos", "atan", "asinh", "acosh"))
 OPAQUE = 8  # TVM's OpPatternKind.kOpaque
 LINE = 16  # elements: what threads share is cut at multiples of it, so that two of them hardly ever write to one cache line
 WIDE = 64  # elements of an innermost axis that make the few at its ends cheap
@@ -260,6 +261,19 @@ class KeepScheduledApart:
         return _rewritten(mod, lambda _, func: func.with_attr("op_pattern", OPAQUE), of_scheduled=True)
 
 
+@tvm.transform.module_pass(opt_level=0, name="KeepCircularApart")
+class KeepCircularApart:
+    """Circular functions are opaque to FuseOps: of one inside another TVM's simplifier expands every use of every value, for minutes."""
+
+    def transform_module(self, mod: IRModule, _: tvm.transform.PassContext) -> IRModule:
+        def rewrite(_: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
+            calls: list[Call] = []
+            tvm_ffi.structural_walk(func.body, (Call, calls.append))
+            return func.with_attr("op_pattern", OPAQUE) if any(getattr(call.op, "name", "") in CIRCULAR for call in calls) else func
+
+        return _rewritten(mod, rewrite)
+
+
 def _softplus(bb: relax.BlockBuilder, call: Call) -> Expr:
     """A site's function. TVM's adds 1 to e**x before it takes the logarithm, which leaves nothing of small ones."""
     if float(call.attrs.beta) != 1.0:
@@ -284,6 +298,7 @@ def lower_generic(mod: IRModule, machine: Machine) -> IRModule:
             relax.backend.DispatchSortScan(),
             relax.transform.LegalizeOps({"relax.nn.softplus": _softplus}),
             relax.transform.AnnotateTIROpPattern(),
+            KeepCircularApart(),
             relax.transform.FuseOps(),
             relax.transform.FuseTIR(),
             InlineProducers(),
